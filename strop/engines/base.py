@@ -1,0 +1,132 @@
+"""The Engine protocol: what a training backend is, and its written contract.
+
+Batches go in; per-token outputs, merged metrics and accumulated gradients come out. A critic, a reference model, a
+teacher are other Engines, not roles. `tests/conformance/test_engine.py` holds every backend to what is written here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
+from enum import StrEnum
+from pathlib import Path
+from typing import Protocol, TypeVar
+
+from torch import Tensor
+
+from strop.data.packing import Batch
+from strop.types import Layout, Metrics, Outputs, Want
+
+InputsT = TypeVar("InputsT", contravariant=True)
+
+
+class Loss(Protocol[InputsT]):
+    """What is minimised: per-token values that the batch's weights then sum. A loss never reduces across sequences."""
+
+    @property
+    def want(self) -> Want: ...
+
+    def __call__(self, outputs: Outputs, inputs: InputsT, layout: Layout, mask_T: Tensor) -> tuple[Tensor, Metrics]:
+        """Returns (loss_T, metrics); loss_T is finite wherever `mask_T` is set, and ignored elsewhere."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OptimParams:
+    """Hyper-parameters of one optimizer step. They come by value on every call: schedules live in the loop."""
+
+    lr: float
+    betas: tuple[float, float] = (0.9, 0.95)  # AdamW
+    eps: float = 1e-8  # AdamW
+    weight_decay: float = 0.0  # decoupled; never reaches biases and norm weights
+    max_grad_norm: float | None = 1.0  # None: no clipping
+
+
+class SkipReason(StrEnum):
+    NON_FINITE_GRADIENT = "non_finite_gradient"
+    NO_GRADIENT = "no_gradient"  # nothing has been accumulated since the last step
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OptimOutcome:
+    """What `optim_step` did. When `skipped`, parameters and moments are unchanged to the bit and gradients are cleared."""
+
+    grad_norm: float  # global 2-norm before clipping
+    applied: OptimParams | None  # None when skipped
+    skipped: bool = False
+    reason: SkipReason | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Capabilities:
+    """What a backend can do; `strop plan` checks a run's needs against it."""
+
+    lora: bool = False
+    value_head: bool = False
+    router_replay: bool = False
+    expert_parallel: bool = False
+    shared_prefix: bool = False
+
+    def missing(self, needs: Capabilities) -> list[str]:
+        """Names of what `needs` asks for and this backend lacks."""
+        return [f.name for f in fields(self) if getattr(needs, f.name) and not getattr(self, f.name)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ForwardBackward:
+    """Outputs, one per batch and in order (detached), and the loss's metrics merged over all batches and ranks."""
+
+    outputs: list[Outputs]
+    metrics: Metrics
+
+
+class Engine(Protocol):
+    """A model being trained. Callers see one policy; how many devices hold it is the backend's business."""
+
+    @property
+    def capabilities(self) -> Capabilities: ...
+
+    @property
+    def data_parallel(self) -> int:
+        """Into how many equal lists of balanced batches the packer should cut a step."""
+        ...
+
+    async def forward(self, batches: list[Batch[InputsT]], want: Want = Want()) -> list[Outputs]:  # noqa: B008
+        """Score every batch without gradients; accumulated gradients stay as they are."""
+        ...
+
+    async def forward_backward(
+        self, batches: list[Batch[InputsT]], loss: Loss[InputsT], want: Want = Want()  # noqa: B008
+    ) -> ForwardBackward:
+        """Add the gradient of sum(weights * loss) over all tokens of all batches to what has accumulated.
+
+        The weights already hold the normalisation: a backend sums over its ranks and never divides. Calling it twice
+        with halves equals calling it once with the whole.
+        """
+        ...
+
+    async def zero_grad(self) -> None: ...
+
+    async def optim_step(self, params: OptimParams) -> OptimOutcome:
+        """Clip, step, zero. A non-finite gradient is a typed outcome, not an exception."""
+        ...
+
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Full tensors under Hugging Face names, one at a time, each a tensor that training does not write to."""
+        ...
+
+    async def save(self, folder: Path) -> None:
+        """Write weights and optimizer state into an existing, empty folder."""
+        ...
+
+    async def load(self, folder: Path) -> None:
+        """Restore what `save` wrote: the next step is bitwise the step that would have been."""
+        ...
+
+    async def resident(self, on_device: bool) -> None:
+        """Move parameters, gradients and optimizer state to the device, or to host memory. Values never change."""
+        ...
+
+    def adapter(self, name: str) -> Engine:
+        """An Engine that trains a low-rank adapter over this one's frozen weights. EngineError without `lora`."""
+        ...

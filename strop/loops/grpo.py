@@ -1,0 +1,97 @@
+"""GRPO, complete. One step, left to right:
+
+    tasks -> attempts -> rewards -> advantages -> packed batches -> gradients -> weights -> sampler
+
+Everything an algorithm person would change is in this file. What is below it is reached through three protocols:
+Env (what is attempted), Sampler (who attempts it), Engine (who learns from it).
+
+    P tasks per step   G attempts per task   T packed tokens
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from strop.algos import advantages, filters, losses
+from strop.config.recipe import EngineConfig, GRPOConfig, SamplerConfig
+from strop.data.packing import pack_policy, with_reference
+from strop.data.stream import TaskStream
+from strop.engines.base import Engine
+from strop.errors import EngineError, RolloutError
+from strop.loops.evaluate import Evaluator
+from strop.loops.schedule import optim_params
+from strop.rollout.base import Sampler
+from strop.rollout.groups import Player, describe
+from strop.track.run import Run
+from strop.types import merge_metrics, results
+from strop.weights.publish import publish
+
+
+async def train(
+    cfg: GRPOConfig,
+    *,
+    tasks: TaskStream,
+    player: Player,
+    engine: Engine,
+    sampler: Sampler,
+    evaluator: Evaluator,
+    run: Run,
+    packing: EngineConfig,
+    limits: SamplerConfig,
+    reference: Engine | None = None,
+) -> None:
+    """Train `engine` on `tasks` for `cfg.steps` steps, from where `run` stands.
+
+    Raises RolloutError when more episodes of a step fail than `cfg.max_failures`, or when sampler and trainer disagree
+    by more than `limits.max_gap`; EngineError after `packing.max_skipped_steps` skipped optimizer steps in a row.
+    """
+    loss = losses.ClippedSurrogate(
+        clip_low=cfg.clip_low, clip_high=cfg.clip_high, kl_coefficient=cfg.kl_coefficient
+    )
+    await publish(engine, sampler, version=run.step)
+    if run.step == 0:
+        await evaluator.measure(run, engine)
+
+    for step in range(run.step, cfg.steps):
+        # 1. Play G attempts at each of P tasks, all at once.
+        with run.span("sample"):
+            groups_P = await player.play(tasks.take(cfg.tasks_per_step), cfg.group_size, cfg.draw, step, cfg.max_failures)
+        metrics = describe(groups_P)
+
+        # 2. Each group's rewards become advantages. A group that scored alike has none to give.
+        rewards_PG = np.array([[t.reward for t in group] for group in groups_P])  # NaN: the episode failed
+        advantages_PG = advantages.grpo(rewards_PG, scale_by_std=cfg.scale_by_std)
+        kept_P = filters.informative(rewards_PG) if cfg.drop_uniform_groups else np.ones(len(groups_P), bool)
+
+        # 3. Learn: pack, accumulate gradients, step; once for each part of the groups.
+        for part, chosen in enumerate(np.array_split(np.flatnonzero(kept_P), cfg.updates_per_step)):
+            with run.span("pack"):
+                batches = pack_policy(
+                    [groups_P[p] for p in chosen],
+                    advantages_PG[chosen],
+                    max_tokens=packing.pack_tokens,
+                    weighting=cfg.weighting,
+                    horizon=cfg.draw.max_tokens,
+                    temperature=cfg.draw.temperature,
+                    share_prefixes=packing.share_prefixes,
+                    data_parallel=engine.data_parallel,
+                )
+            if not batches:
+                continue  # every group of this part scored alike: nothing to learn, and the step still ends below
+            if reference is not None:
+                with run.span("reference"):
+                    batches = with_reference(batches, await reference.forward(batches))
+            with run.span("learn"):
+                learned = await engine.forward_backward(batches, loss)
+                if part == 0:  # the sampler's own weights: any gap is a fault of the sampler or the trainer
+                    check_gap(results(learned.metrics)["policy/gap_max"], limits.max_gap, step)
+                run.count_outcome(await engine.optim_step(optim_params(cfg.schedule, run.updates, total_updates(cfg))))
+            metrics = merge_metrics([metrics, learned.metrics])
+
+        # 4. Publish the new weights; the next step samples from them. Then measure, record, save.
+        with run.span("publish"):
+            await publish(engine, sampler, version=step + 1)
+        if evaluator.due(step + 1, last=cfg.steps):
+            await evaluator.measure(run, engine)
+        run.samples(step + 1, groups_P)
+        await run.end_step(step + 1, metrics, engine, tasks, last=step + 1 == cfg.steps)
