@@ -1,0 +1,152 @@
+"""The FSDP2 engine: batches in, per-token outputs and accumulated gradients out. In this process, at world size 1.
+
+One batch flows tokens -> hidden states -> the wanted rows of the head -> loss per token -> weighted sum -> backward, and is
+gone before the next begins: peak memory does not depend on how many batches a call holds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from strop.config.recipe import EngineConfig
+from strop.data.packing import Batch
+from strop.engines.base import Capabilities, ForwardBackward, Loss, OptimOutcome, OptimParams
+from strop.engines.fsdp2.optimizer import build_optimizers
+from strop.errors import CheckpointError, EngineError
+from strop.models.attention import PackedAttention
+from strop.models.loading import LanguageModel
+from strop.ops.logprobs import Head, HeadImpl, score_targets
+from strop.types import Metrics, Outputs, Want, merge_metrics
+
+InputsT = TypeVar("InputsT")
+WEIGHTS, MOMENTS = "model.safetensors", "optimizer.safetensors"
+
+
+class Fsdp2Engine:
+    """Trains a `LanguageModel`. The contract is `strop.engines.base.Engine`.
+
+    A frozen engine (`trainable=False`: a reference model, a teacher) has no optimizer and only runs `forward`.
+    """
+
+    def __init__(self, model: LanguageModel, config: EngineConfig, *, trainable: bool = True) -> None:
+        self.model = model
+        self.trainable = trainable
+        self.capabilities = Capabilities(shared_prefix=True)
+        self.data_parallel = 1
+        self._head_impl = HeadImpl(config.head)
+        model.module.requires_grad_(trainable)
+        if config.activation_checkpointing and trainable:
+            model.module.gradient_checkpointing_enable({"use_reentrant": False})
+        excluded: set[Tensor] = {model.head.weight, *model.module.get_input_embeddings().parameters()}
+        self._optimizers = build_optimizers(config.optimizer, model.module, excluded) if trainable else None
+
+    async def forward(self, batches: list[Batch[Any]], want: Want = Want()) -> list[Outputs]:  # noqa: B008
+        with torch.no_grad():
+            return [self._outputs(batch, want) for batch in batches]
+
+    async def forward_backward(
+        self,
+        batches: list[Batch[InputsT]],
+        loss: Loss[InputsT],
+        want: Want = Want(),  # noqa: B008
+    ) -> ForwardBackward:
+        if not self.trainable:
+            raise EngineError("this engine is frozen: it scores batches (forward) and cannot take gradients")
+        outputs: list[Outputs] = []
+        metrics: list[Metrics] = []
+        for batch in batches:
+            live = self._outputs(batch, want | loss.want)
+            loss_T, measured = loss(live, batch.inputs, batch.layout, batch.mask_T)
+            if loss_T.shape != batch.targets_T.shape:
+                raise EngineError(f"the loss returned {tuple(loss_T.shape)} for targets {tuple(batch.targets_T.shape)}")
+            weighted_T = torch.where(batch.mask_T, loss_T, 0.0) * batch.weights_T.to(loss_T.dtype)
+            if weighted_T.requires_grad:  # an all-masked batch has no rows and no graph, and adds nothing
+                weighted_T.sum().backward()
+            outputs.append(_detached(live))
+            metrics.append(measured)
+        return ForwardBackward(outputs=outputs, metrics=merge_metrics(metrics))
+
+    def _outputs(self, batch: Batch[Any], want: Want) -> Outputs:
+        """Run one batch. Only rows that the mask or `want.every_row` names go through the head."""
+        if want.values or want.routes:
+            raise EngineError(f"this engine gives no {'values' if want.values else 'routes'}; see its capabilities")
+        layout, device = batch.layout, self.model.device
+        positions_T = torch.from_numpy(layout.positions_T).to(device)
+        hidden_TD = self.model.hidden(batch.tokens_T.to(device), positions_T, PackedAttention(layout, self.model.impl))
+        rows_T = batch.targets_T >= 0 if want.every_row else batch.mask_T & (batch.targets_T >= 0)
+        rows_N = rows_T.nonzero()[:, 0]
+        head = self.model.head
+        scored = score_targets(
+            hidden_TD[rows_N],
+            Head(weight_VD=head.weight, bias_V=head.bias, softcap=self.model.softcap),
+            batch.targets_T[rows_N],
+            temperature_N=None if batch.temperature_T is None else batch.temperature_T[rows_N],
+            entropy=want.entropy,
+            top_k=want.top_k,
+            impl=self._head_impl,
+        )
+        total = len(batch)
+        return Outputs(
+            logprobs_T=_spread(scored.logprobs_N, rows_N, total),
+            entropy_T=None if scored.entropy_N is None else _spread(scored.entropy_N, rows_N, total),
+            top_k_ids_TK=None if scored.top_k_ids_NK is None else _spread(scored.top_k_ids_NK, rows_N, total),
+            top_k_logprobs_TK=(
+                None if scored.top_k_logprobs_NK is None else _spread(scored.top_k_logprobs_NK, rows_N, total)
+            ),
+        )
+
+    async def zero_grad(self) -> None:
+        if self._optimizers is not None:
+            self._optimizers.zero_grad()
+
+    async def optim_step(self, params: OptimParams) -> OptimOutcome:
+        if self._optimizers is None:
+            raise EngineError("this engine is frozen: it has no optimizer")
+        return self._optimizers.step(params)
+
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        for name, tensor in self.model.state():
+            yield name, tensor.detach().clone()
+
+    async def save(self, folder: Path) -> None:
+        save_file({name: t.detach().contiguous() for name, t in self.model.state()}, folder / WEIGHTS)
+        if self._optimizers is not None:
+            save_file({key: t.contiguous() for key, t in self._optimizers.state()}, folder / MOMENTS)
+
+    async def load(self, folder: Path) -> None:
+        for name in (WEIGHTS, MOMENTS) if self._optimizers is not None else (WEIGHTS,):
+            if not (folder / name).is_file():
+                raise CheckpointError(f"{folder} has no {name}: it is not a checkpoint of this engine")
+        moments = load_file(folder / MOMENTS) if self._optimizers is not None else {}
+        self.model.load_state(load_file(folder / WEIGHTS).items())
+        if self._optimizers is not None:
+            self._optimizers.load_state(moments)
+            self._optimizers.zero_grad()
+
+    async def resident(self, on_device: bool) -> None:
+        """On a CPU the device is the host: everything already is where it would go."""
+        if self.model.device.type != "cpu":
+            raise EngineError("moving an engine between a device and the host is not built yet; it stays on its device")
+
+    def adapter(self, name: str) -> Fsdp2Engine:
+        raise EngineError(f"adapter {name!r}: low-rank adapters are not built yet (capabilities.lora is false)")
+
+
+def _spread(values_N: Tensor, rows_N: Tensor, total: int) -> Tensor:
+    """Rows back to their places among `total`; the others are 0."""
+    return values_N.new_zeros((total, *values_N.shape[1:])).index_copy(0, rows_N, values_N)
+
+
+def _detached(live: Outputs) -> Outputs:
+    return Outputs(
+        logprobs_T=live.logprobs_T.detach(),
+        entropy_T=None if live.entropy_T is None else live.entropy_T.detach(),
+        top_k_ids_TK=live.top_k_ids_TK,
+        top_k_logprobs_TK=live.top_k_logprobs_TK,
+    )

