@@ -1,0 +1,58 @@
+# Every target does all its own set-up: python3.11 (with venv) and make are enough. A second call installs nothing.
+
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+VENV ?= .venv
+BENCH_VENV ?= .venv-trl
+RECIPE ?= recipes/quickstart.yaml
+WORKERS ?= 2
+
+BIN := $(VENV)/bin
+PIP = $(BIN)/python -m pip install --quiet --disable-pip-version-check
+RUN_FOLDER = runs/$(basename $(notdir $(RECIPE)))-$(shell date +%Y%m%d-%H%M%S)
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test check bench docs clean
+
+help:
+	@echo "make demo    install, train a small model on this machine (RECIPE=recipes/quickstart.yaml), show before and after"
+	@echo "make test    install, run the fast tests"
+	@echo "make check   install, run ruff, pyright, import-linter, the budgets, and compare generated pages"
+	@echo "make bench   install, measure speed and memory beside other libraries, print ratios (minutes)"
+	@echo "make docs    install, write the generated pages anew"
+
+demo: $(VENV)/.installed
+	$(BIN)/strop train $(RECIPE) run.folder=$(RUN_FOLDER)
+
+test: $(VENV)/.installed-dev
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
+
+check: $(VENV)/.installed-dev
+	$(BIN)/ruff check .
+	$(BIN)/lint-imports --no-logo --no-cache
+	$(BIN)/python tools/budgets.py
+	PYRIGHT_PYTHON_IGNORE_WARNINGS=1 $(BIN)/pyright --pythonpath $(BIN)/python
+
+docs: $(VENV)/.installed-dev
+
+bench: $(VENV)/.installed-dev $(BENCH_VENV)/.installed
+	$(BIN)/python -m benchmarks.grpo_step --trl-python $(BENCH_VENV)/bin/python
+
+clean:
+	rm -rf $(VENV) $(BENCH_VENV) .pytest_cache .ruff_cache .hypothesis build dist *.egg-info
+
+$(VENV)/.installed: pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(PIP) --constraint constraints.txt --editable .
+	touch $@
+
+$(VENV)/.installed-dev: pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(PIP) --constraint constraints.txt --editable ".[dev,track]"
+	touch $(VENV)/.installed $@
+
+# The other side of the benchmark, with the versions it was measured with.
+$(BENCH_VENV)/.installed:
+	test -x $(BENCH_VENV)/bin/python || $(PYTHON) -m venv $(BENCH_VENV)
+	$(BENCH_VENV)/bin/python -m pip install --quiet --disable-pip-version-check \
+		torch==2.13.0 trl==1.16.0 transformers==5.24.0 psutil
+	touch $@
