@@ -1,4 +1,4 @@
-"""The only place that reads environment variables. Each is read when asked for, and named here with its meaning."""
+"""Everything strop reads from the process environment. No other file touches `os.environ`."""
 
 from __future__ import annotations
 
@@ -7,9 +7,12 @@ from pathlib import Path
 
 
 def cache_folder() -> Path:
-    """Where converted models and compiled kernels are kept: $STROP_CACHE, else strop below the user's cache folder."""
-    chosen = os.environ.get("STROP_CACHE")
-    if chosen:
-        return Path(chosen).expanduser().absolute()
-    base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base).expanduser().absolute() if base else Path.home() / ".cache") / "strop"
+    """Where strop keeps what it can make again: compiled kernels, converted models. Not created here.
+
+    `STROP_CACHE` names the folder itself; else it is `strop` in `XDG_CACHE_HOME`, else `~/.cache/strop`.
+    """
+    own = os.environ.get("STROP_CACHE")
+    if own:
+        return Path(own)
+    shared = os.environ.get("XDG_CACHE_HOME")
+    return (Path(shared) if shared else Path.home() / ".cache") / "strop"
