@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import fcntl
 import logging
+import math
 import resource
 import sys
 import time
@@ -234,8 +235,13 @@ class Run:
             self._samples.append({"stage": self.stage, "step": step} | asdict(sample))
         self._watch.view.samples(chosen)
 
-    def record_evaluation(self, step: int, evaluation: Evaluation) -> None:
-        """Write an evaluation made after `step` steps; when it is the best so far, `end_step` saves a checkpoint."""
+    def record_evaluation(self, evaluation: Evaluation) -> None:
+        """Write an evaluation; when it is the best so far, the `end_step` of its step saves a checkpoint.
+
+        ValueError when it says that it was made in another stage than the one that runs.
+        """
+        if evaluation.stage != self.stage:
+            raise ValueError(f"the evaluation says stage {evaluation.stage!r}, the run is in {self.stage!r}")
         values = rows.finite(
             {
                 "evaluate/sampled_accuracy": evaluation.sampled_accuracy,
@@ -245,13 +251,13 @@ class Run:
             | ({} if evaluation.greedy_accuracy is None else {"evaluate/greedy_accuracy": evaluation.greedy_accuracy})
             | {f"evaluate/pass_at_{k}": value for k, value in evaluation.pass_at_k.items()}
         )
-        self._evaluations.append(_evaluation_row(self.stage, step, evaluation))
+        self._evaluations.append(_evaluation_row(evaluation))
         for sink in self._watch.sinks:
-            sink.log(step, values)
+            sink.log(evaluation.step, values)
         self._watch.view.evaluation(evaluation)
         if self._best is None or evaluation.sampled_accuracy > self._best:
             self._best = evaluation.sampled_accuracy
-            self._improved_at = (self.stage, step)
+            self._improved_at = (evaluation.stage, evaluation.step)
 
     async def end_step(self, step: int, metrics: Metrics, engine: Saved, tasks: Stream, last: bool) -> None:
         """Write the step's row, tell sinks and view, and save a checkpoint when one is due.
@@ -328,10 +334,11 @@ def _until(checkpoint: Checkpoint | None, order: list[str]) -> Callable[[Row], b
     return lambda row: (order.index(row["stage"]), row["step"]) <= here
 
 
-def _evaluation_row(stage: str, step: int, evaluation: Evaluation) -> Row:
-    row: dict[str, Any] = asdict(evaluation) | {"stage": stage, "step": step}
+def _evaluation_row(evaluation: Evaluation) -> Row:
+    row: dict[str, Any] = asdict(evaluation)
     numbers = rows.finite({"mean_reward": evaluation.mean_reward, "mean_tokens": evaluation.mean_tokens})
-    return row | {"mean_reward": None, "mean_tokens": None} | numbers
+    answers = [a | {"reward": a["reward"] if math.isfinite(a["reward"]) else None} for a in row["answers"]]
+    return row | {"mean_reward": None, "mean_tokens": None} | numbers | {"answers": answers}
 
 
 def _record_session(folder: Path, resumed: Checkpoint | None) -> None:
