@@ -77,6 +77,7 @@ def attention_forward(
     s_aux: Tensor | None = None,
     position_ids: Tensor | None = None,
     use_cache: bool | None = None,
+    output_router_logits: bool | None = None,
 ) -> tuple[Tensor, None]:
     """transformers' attention interface: query [1, H, T, C], key and value [1, J, T, C] -> [1, T, H, C].
 

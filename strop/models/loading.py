@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from strop.config.recipe import ModelConfig
 from strop.errors import ConfigError, EngineError
@@ -32,12 +33,23 @@ PACKABLE_LAYERS = {"full_attention", "sliding_attention"}
 ROPE_OF_THE_BATCH = {"dynamic", "longrope"}  # their angles depend on the longest text in the batch
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CacheShape:
+    """What a key-value cache must hold for one token, as seen when the model ran: J heads of keys and of values."""
+
+    num_layers: int
+    num_kv_heads: int
+    key_channels: int
+    value_channels: int
+
+
 @dataclass(slots=True, kw_only=True)
 class LanguageModel:
     """A causal language model as strop runs it: packed tokens in, hidden states and logits out."""
 
     module: PreTrainedModel
     impl: Impl
+    cache_shape: CacheShape  # of the keys and values that one token leaves in every layer
     fused: dict[str, int] = field(default_factory=dict)  # how many modules of which class run strop's fused form
 
     @property
@@ -47,23 +59,6 @@ class LanguageModel:
     @property
     def vocab_size(self) -> int:
         return self.head.weight.shape[0]
-
-    @property
-    def num_layers(self) -> int:
-        return self.config.num_hidden_layers
-
-    @property
-    def num_kv_heads(self) -> int:
-        return _first(self.config, "num_key_value_heads", "num_attention_heads")
-
-    @property
-    def key_channels(self) -> int:
-        heads = self.config.num_attention_heads
-        return _first(self.config, "head_dim") or self.config.hidden_size // heads
-
-    @property
-    def value_channels(self) -> int:
-        return self.key_channels
 
     @property
     def max_length(self) -> int:
@@ -129,7 +124,7 @@ class LanguageModel:
     def clone(self) -> LanguageModel:
         """A copy that shares nothing and takes no gradients."""
         module = copy.deepcopy(self.module).requires_grad_(False)
-        return LanguageModel(module=module, impl=self.impl, fused=dict(self.fused))
+        return LanguageModel(module=module, impl=self.impl, cache_shape=self.cache_shape, fused=dict(self.fused))
 
     def num_parameters(self) -> int:
         return sum(tensor.numel() for _, tensor in self.state())
@@ -152,13 +147,13 @@ def load_model(config: ModelConfig, base: Path, *, vocab_size: int, seed: int, d
         hf_config = fresh_config(config.fresh, vocab_size)
         refuse_unpackable(hf_config)
         torch.manual_seed(seed)
-        module = AutoModelForCausalLM.from_config(_without_dropout(hf_config), attn_implementation=strop_attention.NAME)
+        module = AutoModelForCausalLM.from_config(hf_config, attn_implementation=strop_attention.NAME)
     else:
         folder = model_folder(config, base)
         hf_config = AutoConfig.from_pretrained(folder)
         refuse_unpackable(hf_config)
         module = AutoModelForCausalLM.from_pretrained(
-            folder, config=_without_dropout(hf_config), dtype=dtype, attn_implementation=strop_attention.NAME
+            folder, config=hf_config, dtype=dtype, attn_implementation=strop_attention.NAME
         )
     return prepare(module.to(device=device, dtype=dtype), impl)
 
@@ -205,70 +200,114 @@ def refuse_unpackable(config: PretrainedConfig) -> None:
                 f"model_type={config.model_type} uses rope_type={kind}: its angles depend on the longest text in a batch, "
                 "so packed neighbours would change each other; set a fixed rope_type such as default, linear or yarn"
             )
-    if config.is_encoder_decoder:
-        raise ConfigError(f"model_type={config.model_type} is an encoder-decoder; strop trains decoder-only models")
-
-
-def _without_dropout(config: PretrainedConfig) -> PretrainedConfig:
-    """Policies are trained without dropout: the sampler has none, and both must be the same distribution."""
-    for name, value in config.to_dict().items():
-        if name.endswith(("dropout", "pdrop")) and isinstance(value, float):
-            setattr(config, name, 0.0)
-    return config
+    if config.is_encoder_decoder or type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise ConfigError(f"model_type={config.model_type} is not a decoder-only language model of transformers")
+    if not MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]._supports_attention_backend:
+        raise ConfigError(
+            f"model_type={config.model_type} computes attention by itself, not through transformers' attention interface, "
+            "so strop cannot keep packed sequences apart in it"
+        )
 
 
 def prepare(module: PreTrainedModel, impl: Impl) -> LanguageModel:
     """Fuse a transformers model that was built with attn_implementation="strop", and check it on a few tokens."""
-    if module.dtype == torch.float64 and "experts_implementation" in module.config.to_dict():
+    name = type(module).__name__
+    module.eval()  # for good: the sampler has no dropout, and the trainer must be the same distribution
+    if module.dtype == torch.float64 and module._can_set_experts_implementation():
         module.set_experts_implementation("eager")  # grouped matrix multiplications refuse float64
-    model = LanguageModel(module=module, impl=impl)
-    tokens_T = torch.arange(8, device=model.device) % min(7, model.vocab_size)
+    tokens_T = torch.arange(8, device=module.device) % min(7, module.config.get_text_config().vocab_size)
+    seen = _Observed(PackedAttention(Layout((8,)), Impl.TORCH))
     try:
-        before = _probe(model, tokens_T, (8,))
+        own = _run(module, tokens_T, seen)
     except TypeError as error:
-        raise EngineError(f"{type(module).__name__} asks attention for something that strop does not do: {error}") from error
-    _check_head(model, tokens_T)
+        raise EngineError(f"{name} asks attention for something that strop does not do: {error}") from error
+    model = LanguageModel(module=module, impl=impl, cache_shape=seen.shape(name, module.config.num_hidden_layers))
+    before = _probe(model, tokens_T, (8,), Impl.TORCH)
+    _check_head(model, own, before)
     model.fused = fuse(module, impl)
-    after = _probe(model, tokens_T, (8,))
+    after = _probe(model, tokens_T, (8,), impl)
     tolerance = 5e-2 if model.dtype == torch.bfloat16 else 1e-4
     if not torch.allclose(after, before, rtol=tolerance, atol=tolerance * float(before.abs().max())):
         raise EngineError(
-            f"strop's fused form of {sorted(model.fused)} does not give {type(module).__name__}'s hidden states "
+            f"strop's fused form of {sorted(model.fused)} does not give {name}'s hidden states "
             f"(largest difference {float((after - before).abs().max()):.2e}); set model.kernels=torch and report it"
         )
     _check_isolation(model, tokens_T)
-    module.train()  # only activation checkpointing looks at this: there is no dropout left
     return model
 
 
+@dataclass(slots=True)
+class _Observed:
+    """An attention context that notes which layers came by, and with keys and values of what shape."""
+
+    inner: AttentionContext
+    shapes: dict[int, tuple[int, int, int]] = field(default_factory=dict)
+
+    def attend(  # noqa: PLR0913
+        self,
+        layer: int,
+        q_THC: Tensor,
+        k_TJC: Tensor,
+        v_TJC: Tensor,
+        *,
+        scale: float,
+        window: int | None,
+        softcap: float | None,
+        sinks_H: Tensor | None,
+    ) -> Tensor:
+        self.shapes[layer] = (k_TJC.shape[1], k_TJC.shape[2], v_TJC.shape[2])
+        return self.inner.attend(
+            layer, q_THC, k_TJC, v_TJC, scale=scale, window=window, softcap=softcap, sinks_H=sinks_H
+        )
+
+    def shape(self, name: str, num_layers: int) -> CacheShape:
+        if sorted(self.shapes) != list(range(num_layers)):
+            raise EngineError(
+                f"{name} has {num_layers} layers, but only layers {sorted(self.shapes)} reach strop's attention; the others "
+                "mix tokens in some other way, which strop cannot keep apart in a pack"
+            )
+        if len(set(self.shapes.values())) != 1:
+            raise EngineError(f"{name}: layers of different key and value shapes, {self.shapes}, are not supported")
+        kv_heads, key_channels, value_channels = self.shapes[0]
+        return CacheShape(
+            num_layers=len(self.shapes),
+            num_kv_heads=kv_heads,
+            key_channels=key_channels,
+            value_channels=value_channels,
+        )
+
+
 @torch.no_grad()
-def _probe(model: LanguageModel, tokens_T: Tensor, lengths: tuple[int, ...]) -> Tensor:
+def _run(module: PreTrainedModel, tokens_T: Tensor, attention: AttentionContext) -> Tensor:
+    """The model's own logits [T, V] of one sequence."""
+    positions_T = torch.arange(len(tokens_T), device=tokens_T.device)
+    out = module(input_ids=tokens_T[None], position_ids=positions_T[None], use_cache=False, attention=attention)
+    return out.logits[0]
+
+
+@torch.no_grad()
+def _probe(model: LanguageModel, tokens_T: Tensor, lengths: tuple[int, ...], impl: Impl) -> Tensor:
     layout = Layout(lengths)
     positions_T = torch.from_numpy(layout.positions_T).to(tokens_T.device)
-    return model.hidden(tokens_T, positions_T, PackedAttention(layout, model.impl if model.fused else Impl.TORCH))
+    return model.hidden(tokens_T, positions_T, PackedAttention(layout, impl))
 
 
 @torch.no_grad()
-def _check_head(model: LanguageModel, tokens_T: Tensor) -> None:
+def _check_head(model: LanguageModel, own_TV: Tensor, hidden_TD: Tensor) -> None:
     """The logits that strop computes from hidden states must be the model's own."""
-    layout = Layout((len(tokens_T),))
-    attention = PackedAttention(layout, Impl.TORCH)
-    positions_T = torch.from_numpy(layout.positions_T).to(tokens_T.device)
-    own = model.module(input_ids=tokens_T[None], position_ids=positions_T[None], use_cache=False, attention=attention)
-    ours = model.logits(model.hidden(tokens_T, positions_T, attention))
-    if not torch.allclose(own.logits[0].float(), ours.float(), rtol=1e-3, atol=1e-3 * float(own.logits.abs().max())):
+    ours_TV = model.logits(hidden_TD).float()
+    if not torch.allclose(own_TV.float(), ours_TV, rtol=1e-3, atol=1e-3 * float(own_TV.abs().max())):
         raise EngineError(
             f"{type(model.module).__name__} does more than its output matrix between hidden states and logits; "
             "strop knows a bias and final_logit_softcapping, so this model cannot be trained yet"
         )
 
 
-@torch.no_grad()
 def _check_isolation(model: LanguageModel, tokens_T: Tensor) -> None:
     """Changing the first packed sequence must not move the second."""
     changed_T = tokens_T.clone()
     changed_T[1] = (changed_T[1] + 1) % model.vocab_size
-    first, second = _probe(model, tokens_T, (4, 4)), _probe(model, changed_T, (4, 4))
+    first, second = (_probe(model, tokens, (4, 4), model.impl) for tokens in (tokens_T, changed_T))
     moved, leaked = (first[:4] - second[:4]).abs().max(), (first[4:] - second[4:]).abs().max()
     if leaked > 1e-3 * moved:
         raise EngineError(

@@ -7,12 +7,15 @@ gone before the next begins: peak memory does not depend on how many batches a c
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 from safetensors.torch import load_file, save_file
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from strop.config.recipe import EngineConfig
 from strop.data.packing import Batch
@@ -42,7 +45,7 @@ class Fsdp2Engine:
         self._head_impl = HeadImpl(config.head)
         model.module.requires_grad_(trainable)
         if config.activation_checkpointing and trainable:
-            model.module.gradient_checkpointing_enable({"use_reentrant": False})
+            checkpoint_layers(model.module)
         excluded: set[Tensor] = {model.head.weight, *model.module.get_input_embeddings().parameters()}
         self._optimizers = build_optimizers(config.optimizer, model.module, excluded) if trainable else None
 
@@ -136,6 +139,13 @@ class Fsdp2Engine:
 
     def adapter(self, name: str) -> Fsdp2Engine:
         raise EngineError(f"adapter {name!r}: low-rank adapters are not built yet (capabilities.lora is false)")
+
+
+def checkpoint_layers(module: nn.Module) -> None:
+    """Keep only each decoder layer's input, and run the layer again in the backward pass."""
+    for layer in module.modules():
+        if isinstance(layer, GradientCheckpointingLayer):
+            layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
 
 
 def _spread(values_N: Tensor, rows_N: Tensor, total: int) -> Tensor:
