@@ -13,7 +13,7 @@ from __future__ import annotations
 import numpy as np
 
 from strop.algos import advantages, filters, losses
-from strop.config.recipe import EngineConfig, GRPOConfig
+from strop.config.recipe import EngineConfig, GRPOConfig, TooLong
 from strop.data.packing import pack_policy, with_reference
 from strop.data.stream import TaskStream
 from strop.engines.base import Engine
@@ -23,7 +23,7 @@ from strop.loops.schedule import optim_params
 from strop.rollout.base import Sampler
 from strop.rollout.groups import Player, describe
 from strop.track.run import Run
-from strop.types import Metrics, SamplingParams, merge_metrics
+from strop.types import Metric, Metrics, Reduction, SamplingParams, merge_metrics
 from strop.weights.publish import publish
 
 
@@ -38,6 +38,7 @@ async def train(
     evaluator: Evaluator,
     run: Run,
     packing: EngineConfig,
+    too_long: TooLong,
     max_gap: float,
     reference: Engine | None = None,
 ) -> None:
@@ -80,7 +81,9 @@ async def train(
                     temperature=params.temperature,
                     share_prefixes=packing.share_prefixes,
                     data_parallel=engine.data_parallel,
+                    too_long=too_long,
                 )
+            metrics = merge_metrics([metrics, {"data/dropped": Metric(Reduction.SUM, packed.dropped)}])
             batches = packed.batches
             if not batches:
                 continue  # every group of this part scored alike: nothing to learn, and the step still ends below

@@ -6,9 +6,10 @@
 from __future__ import annotations
 
 from strop.algos import losses
-from strop.config.recipe import EngineConfig, SFTConfig
-from strop.data.packing import pack_examples
+from strop.config.recipe import EngineConfig, SFTConfig, TooLong
+from strop.data.packing import Example, pack_examples
 from strop.data.stream import TaskStream
+from strop.data.tasks import Task
 from strop.engines.base import Engine
 from strop.loops.evaluate import Evaluator
 from strop.loops.schedule import optim_params
@@ -16,6 +17,7 @@ from strop.rollout.base import Sampler
 from strop.tokens.base import Renderer
 from strop.tokens.example import encode_example
 from strop.track.run import Run
+from strop.types import Metric, Reduction
 from strop.weights.publish import publish
 
 
@@ -29,6 +31,7 @@ async def train(
     evaluator: Evaluator,
     run: Run,
     packing: EngineConfig,
+    too_long: TooLong,
 ) -> None:
     """Train `engine` to give the tasks' own answers for `cfg.steps` steps, or until held-out accuracy is enough.
 
@@ -41,8 +44,10 @@ async def train(
     for step in range(run.step, cfg.steps):
         # 1. Tasks and their answers become tokens; only the answer's are trained.
         with run.span("pack"):
-            examples = [encode_example(renderer, t.messages, t.answer) for t in tasks.take(cfg.tasks_per_step)]
-            packed = pack_examples(examples, max_tokens=packing.pack_tokens, data_parallel=engine.data_parallel)
+            examples = [example_of(renderer, task) for task in tasks.take(cfg.tasks_per_step)]
+            packed = pack_examples(
+                examples, max_tokens=packing.pack_tokens, data_parallel=engine.data_parallel, too_long=too_long
+            )
 
         # 2. Learn.
         with run.span("learn"):
@@ -57,6 +62,13 @@ async def train(
                 evaluation = await evaluator.measure("sft", step + 1)
             run.record_evaluation(evaluation)
             enough = cfg.stop_at_accuracy is not None and evaluation.sampled_accuracy >= cfg.stop_at_accuracy
-        await run.end_step(step + 1, learned.metrics, engine, tasks, last=last or enough)
+        metrics = learned.metrics | {"data/dropped": Metric(Reduction.SUM, packed.dropped)}
+        await run.end_step(step + 1, metrics, engine, tasks, last=last or enough)
         if enough:
             break
+
+
+def example_of(renderer: Renderer, task: Task) -> Example:
+    """A task and its own answer as a text to imitate."""
+    tokens, trained = encode_example(renderer, task.messages, task.answer)
+    return Example(tokens, trained, task.id)

