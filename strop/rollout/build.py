@@ -1,0 +1,16 @@
+"""Which sampler a recipe means, built. Samplers are imported only when they are asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from strop.config.recipe import SamplerConfig
+from strop.models.loading import LanguageModel
+from strop.rollout.base import Sampler
+
+
+def build_sampler(config: SamplerConfig, model: LanguageModel, decode: Callable[[list[int]], str]) -> Sampler:
+    """The sampler of `config.kind` over a model of its own; `decode` turns ids into text, for stop strings."""
+    from strop.rollout.builtin.sampler import BuiltinSampler
+
+    return BuiltinSampler(model, max_running=config.max_running, cache_tokens=config.cache_tokens, decode=decode)
