@@ -30,9 +30,11 @@ check: $(VENV)/.installed-dev
 	$(BIN)/ruff check .
 	$(BIN)/lint-imports --no-logo --no-cache
 	$(BIN)/python tools/budgets.py
+	$(BIN)/python -m strop.config.reference --check
 	PYRIGHT_PYTHON_IGNORE_WARNINGS=1 $(BIN)/pyright --pythonpath $(BIN)/python
 
 docs: $(VENV)/.installed-dev
+	$(BIN)/python -m strop.config.reference --write
 
 bench: $(VENV)/.installed-dev $(BENCH_VENV)/.installed
 	$(BIN)/python -m benchmarks.grpo_step --trl-python $(BENCH_VENV)/bin/python
