@@ -9,30 +9,29 @@ import numpy as np
 from numpy.typing import NDArray
 
 Float64s = NDArray[np.float64]
-Int64s = NDArray[np.int64]
+Counts = NDArray[np.integer]
 Bools = NDArray[np.bool_]
 
 REWARD_NOISE = 1e-6
-"""Rewards of one group count as equal when they lie within this, times the larger of 1 and their size, of each other."""
+"""Rewards count as equal when no two lie further apart than this, times their size where that exceeds 1."""
 
 
 def informative(rewards_PG: Float64s) -> Bools:
     """Which groups say anything: bool [P], False where the rewards agree or fewer than two are there (NaN: missing).
 
-    Agreeing means max - min <= REWARD_NOISE * max(1, max |reward|). Float32 scorers, and sums of parts such as 0.1 + 0.2
-    against 0.3, differ by 1e-7 of their size at most; a standard deviation made of that alone would turn noise into
-    advantages of size 1. The spread is used because, unlike a deviation, it does not shrink as the group grows.
-    DAPO's dynamic sampling (arXiv 2503.14476, eq. 11) keeps exactly these groups.
+    Agreeing means max - min <= REWARD_NOISE * max(1, max |reward|). Float32 scorers, and sums of parts such as
+    0.1 + 0.2 against 0.3, differ by 1e-7 of their size at most; a standard deviation made of that alone would turn
+    noise into advantages of size 1. The spread is used because, unlike a deviation, it does not shrink as the group
+    grows. These are the groups that DAPO's dynamic sampling keeps (arXiv 2503.14476, section 3.2).
 
     Raises ValueError when `rewards_PG` is not two-dimensional or holds an infinity.
     """
     live_PG = present(rewards_PG)
-    highest_P = np.max(rewards_PG, axis=1, initial=-np.inf, where=live_PG)
-    lowest_P = np.min(rewards_PG, axis=1, initial=np.inf, where=live_PG)
     enough_P = live_PG.sum(axis=1) >= 2
-    spread_P = np.subtract(highest_P, lowest_P, where=enough_P, out=np.zeros(len(enough_P)))
-    scale_P = np.maximum(1.0, np.maximum(np.abs(highest_P), np.abs(lowest_P)))
-    return enough_P & (spread_P > REWARD_NOISE * scale_P)
+    highest_P = np.where(live_PG, rewards_PG, -np.inf).max(axis=1, initial=-np.inf)
+    lowest_P = np.where(live_PG, rewards_PG, np.inf).min(axis=1, initial=np.inf)
+    size_P = np.maximum(1.0, np.maximum(np.abs(highest_P), np.abs(lowest_P)))
+    return enough_P & (highest_P - REWARD_NOISE * size_P > lowest_P)
 
 
 def present(rewards_PG: Float64s) -> Bools:
@@ -45,3 +44,35 @@ def present(rewards_PG: Float64s) -> Bools:
             f"the reward of attempt {g} at task {p} is {rewards_PG[p, g]}: it must be finite, or NaN when it is missing"
         )
     return ~np.isnan(rewards_PG)
+
+
+def overlong_penalty(lengths_N: Counts, *, max_length: int, buffer: int, factor: float = 1.0) -> Float64s:
+    """What to add to the reward of a reply of each length, in tokens: DAPO's soft overlong punishment, float64 [N].
+
+    0 up to max_length - buffer, then falling in a line to -factor at max_length, and -factor past it
+    (arXiv 2503.14476, section 3.4). Raises ValueError unless 0 < buffer <= max_length and factor >= 0.
+    """
+    if not 0 < buffer <= max_length:
+        raise ValueError(f"the buffer is the last part of {max_length} tokens, where the penalty grows; it is {buffer}")
+    if factor < 0:
+        raise ValueError(f"factor is the size of the penalty and must not be negative; it is {factor}")
+    over_N = (np.asarray(lengths_N, np.float64) - (max_length - buffer)) / buffer
+    return -factor * np.clip(over_N, 0.0, 1.0)
+
+
+def length_reward(lengths_PG: Counts, solved_PG: Bools) -> Float64s:
+    """A soft length penalty inside each group: what to add to the reward of every attempt, float64 [P, G].
+
+        lambda = 0.5 - (length - shortest) / (longest - shortest)
+        solved: lambda      not solved: min(0, lambda)
+
+    So short right answers gain, long ones lose, and a wrong answer never gains by being short. A group whose lengths
+    agree gets 0. Kimi k1.5, arXiv 2501.12599, section 2.3.3.
+    """
+    lengths_PG = np.asarray(lengths_PG, np.int64)
+    longest_P1 = lengths_PG.max(axis=1, keepdims=True, initial=0)
+    shortest_P1 = lengths_PG.min(axis=1, keepdims=True, initial=np.iinfo(np.int64).max)
+    range_P1 = longest_P1 - shortest_P1
+    gain_PG = 0.5 - (lengths_PG - shortest_P1) / np.maximum(range_P1, 1)
+    gain_PG = np.where(solved_PG, gain_PG, np.minimum(gain_PG, 0.0))
+    return np.where(range_P1 > 0, gain_PG, 0.0)
