@@ -9,12 +9,10 @@ with its shape, and a tensor that the model does not know is an error. The folde
 from __future__ import annotations
 
 import json
-import math
 import os
 import shutil
 import tempfile
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,9 +20,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from strop.errors import ConfigError
+from strop.models.gguf_file import GGUFFile
 
 if TYPE_CHECKING:
-    from gguf.gguf_reader import GGUFReader, ReaderTensor
+    from gguf.gguf_reader import ReaderTensor
 
 CONVERTER_VERSION = 1  # part of every cache key: raise it when the folder written for the same file changes
 SHARD_BYTES = 4 * 2**30
@@ -60,13 +59,13 @@ def convert_gguf(source: Path, target: Path) -> Path:
     if target.exists():
         raise ConfigError(f"{target} exists already: remove it, or name another folder")
     target.parent.mkdir(parents=True, exist_ok=True)
-    file = _File.read(source)
+    file = GGUFFile.read(source, supported=tuple(ARCHITECTURES))
     config = _configuration(file)
     tensors = _match(file, config)
     needed = sum(4 * tensor.n_elements for tensor in tensors.values())
     free = shutil.disk_usage(target.parent).free
     if needed > free:
-        raise ConfigError(f"{target} needs {needed / 1e9:.1f} GB as float32, and its disk has {free / 1e9:.1f} GB free")
+        raise ConfigError(f"{target} needs {needed / 1e9:.2g} GB as float32, and its disk has {free / 1e9:.2g} GB free")
     with tempfile.TemporaryDirectory(dir=target.parent, prefix=f".{target.name}-") as scratch:
         folder = Path(scratch) / "model"
         folder.mkdir()
@@ -81,93 +80,7 @@ def convert_gguf(source: Path, target: Path) -> Path:
     return target
 
 
-@dataclass(frozen=True, slots=True)
-class _File:
-    """An opened GGUF file whose header was read to the end, and whose tensors all lie inside it."""
-
-    path: Path
-    reader: GGUFReader
-    architecture: str
-
-    @classmethod
-    def read(cls, path: Path) -> _File:
-        try:
-            import gguf
-        except ImportError as error:
-            raise ConfigError("reading a GGUF file needs a package that is not here: pip install gguf") from error
-        if not path.is_file():
-            raise ConfigError(f"{path} is not a file")
-        with path.open("rb") as stream:
-            magic = stream.read(4)
-        if magic != b"GGUF":
-            raise ConfigError(f"{path} is not a GGUF file: it begins with {magic!r} where b'GGUF' belongs")
-        try:
-            reader = gguf.GGUFReader(path)
-            architecture = reader.fields["general.architecture"].contents()
-        except KeyError as error:
-            raise ConfigError(f"{path} cannot be read as GGUF: {error.args[0]} is missing or twice there") from error
-        except (ValueError, IndexError, OverflowError, TypeError) as error:  # what slices past the end become
-            raise ConfigError(f"{path} is cut off or damaged, it cannot be read as GGUF: {error}") from error
-        if architecture not in ARCHITECTURES:
-            raise ConfigError(
-                f"{path} holds a model of architecture {architecture!r}; supported are {', '.join(ARCHITECTURES)}"
-            )
-        return cls(path, reader, architecture)
-
-    def has(self, key: str) -> bool:
-        return self._name(key) in self.reader.fields
-
-    def _name(self, key: str) -> str:
-        return key.replace("{arch}", self.architecture)
-
-    def value(self, key: str, kind: type) -> Any:
-        """The metadata value under `key` ("{arch}" stands for the architecture), checked to be a `kind`."""
-        name = self._name(key)
-        if name not in self.reader.fields:
-            raise ConfigError(f"{self.path} lacks {name} in its metadata")
-        value = self.reader.fields[name].contents()
-        if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
-            raise ConfigError(
-                f"{self.path}: {name} should be {kind.__name__}, and is {type(value).__name__} {value!r:.60}"
-            )
-        return value
-
-    def count(self, key: str, default: int | None = None) -> int:
-        """A whole number above 0 and below 2^31."""
-        if default is not None and not self.has(key):
-            return default
-        value = int(self.value(key, int))
-        if not 0 < value < 2**31:
-            raise ConfigError(f"{self.path}: {self._name(key)} is {value}, which is no size")
-        return value
-
-    def number(self, key: str, default: float | None = None) -> float:
-        """A finite number above 0. Files hold float32; the shortest decimal that means the same is what was meant."""
-        if default is not None and not self.has(key):
-            return default
-        value = float(str(np.float32(self.value(key, float))))
-        if not (math.isfinite(value) and value > 0):
-            raise ConfigError(f"{self.path}: {self._name(key)} is {value}, which must be finite and above 0")
-        return value
-
-    def token(self, name: str) -> int | None:
-        """A special token's id, if the file names one."""
-        key = f"tokenizer.ggml.{name}_token_id"
-        if not self.has(key):
-            return None
-        value = int(self.value(key, int))
-        size = len(self.value("tokenizer.ggml.tokens", list))
-        if not 0 <= value < size:
-            raise ConfigError(f"{self.path}: {key} is {value}, but the file has {size} tokens")
-        return value
-
-    def end_tokens(self) -> list[int]:
-        """Ids that end a text or a turn, the first one first, none twice."""
-        ids = [self.token("eos"), self.token("eot")]
-        return list(dict.fromkeys(i for i in ids if i is not None))
-
-
-def _configuration(file: _File) -> dict[str, Any]:
+def _configuration(file: GGUFFile) -> dict[str, Any]:
     """The model's config.json. Raises ConfigError for what would be computed differently without a word."""
     hidden, heads = file.count("{arch}.embedding_length"), file.count("{arch}.attention.head_count")
     head = file.count("{arch}.attention.key_length", default=max(1, hidden // heads))
@@ -216,7 +129,7 @@ def _configuration(file: _File) -> dict[str, Any]:
     return config
 
 
-def _positions(file: _File, head: int) -> dict[str, Any]:
+def _positions(file: GGUFFile, head: int) -> dict[str, Any]:
     """Rotary position parameters, with the scaling that the file declares or that its frequency divisors spell out."""
     theta = file.number("{arch}.rope.freq_base", default=10000.0)
     scaling = file.value("{arch}.rope.scaling.type", str) if file.has("{arch}.rope.scaling.type") else "none"
@@ -249,7 +162,7 @@ def _llama3_divisors(parameters: Mapping[str, Any], head: int) -> NDArray[np.flo
     return 1.0 / ((1.0 - blend) / parameters["factor"] + blend)
 
 
-def _generation(file: _File) -> dict[str, Any]:
+def _generation(file: GGUFFile) -> dict[str, Any]:
     """generation_config.json: every end token, so that a chat model stops at its end of turn too."""
     ends = file.end_tokens()
     config = {"bos_token_id": file.token("bos"), "eos_token_id": ends if len(ends) != 1 else ends[0]}
@@ -257,7 +170,7 @@ def _generation(file: _File) -> dict[str, Any]:
     return {key: value for key, value in config.items() if value not in (None, [])}
 
 
-def _match(file: _File, config: Mapping[str, Any]) -> dict[str, ReaderTensor]:
+def _match(file: GGUFFile, config: Mapping[str, Any]) -> dict[str, ReaderTensor]:
     """The file's tensors under Hugging Face names: exactly those that transformers expects, each with its shape."""
     found: dict[str, ReaderTensor] = {}
     unknown: list[str] = []
@@ -328,7 +241,9 @@ def _unpermute(weight: NDArray[np.float32], heads: int) -> NDArray[np.float32]:
     return weight.reshape(heads, rows // 2, 2, *weight.shape[1:]).swapaxes(1, 2).reshape(weight.shape)
 
 
-def _write_weights(folder: Path, tensors: Mapping[str, ReaderTensor], file: _File, config: Mapping[str, Any]) -> None:
+def _write_weights(
+    folder: Path, tensors: Mapping[str, ReaderTensor], file: GGUFFile, config: Mapping[str, Any]
+) -> None:
     from safetensors.numpy import save_file
 
     shards = _shards(tensors)
@@ -363,7 +278,7 @@ def _shards(tensors: Mapping[str, ReaderTensor]) -> list[list[str]]:
     return shards
 
 
-def _write_tokenizer(folder: Path, file: _File) -> None:
+def _write_tokenizer(folder: Path, file: GGUFFile) -> None:
     """Tokenizer files, by transformers' reading of the same metadata."""
     from transformers import AutoTokenizer
 

