@@ -284,10 +284,11 @@ class Metric:
     def merge(self, other: Metric) -> Metric:
         if self.reduction is not other.reduction:
             raise ValueError(f"cannot merge a {self.reduction} with a {other.reduction}")
+        a, b = self.value, other.value  # NaN wins either way: `max` and `min` would lose it when it comes second
         if self.reduction is Reduction.MAX:
-            return Metric(self.reduction, max(self.value, other.value), self.count + other.count)
+            return Metric(self.reduction, a if bool(a != a) or bool(a >= b) else b, self.count + other.count)
         if self.reduction is Reduction.MIN:
-            return Metric(self.reduction, min(self.value, other.value), self.count + other.count)
+            return Metric(self.reduction, a if bool(a != a) or bool(a <= b) else b, self.count + other.count)
         return Metric(self.reduction, self.value + other.value, self.count + other.count)
 
     @property
