@@ -27,7 +27,7 @@ def hide_secrets(recipe: Recipe) -> Recipe:
 
 def refuse_hidden(recipe: Recipe) -> None:
     """ConfigError naming each key whose value a run folder's recipe has hidden: it must be given again."""
-    keys = [key for key, value in flatten(recipe.model_dump(mode="json")).items() if value == HIDDEN]
+    keys = [key for key, value in flatten(recipe.model_dump(mode="json")).items() if _holds_hidden(value)]
     if keys:
         raise ConfigError(*(f"{key} was hidden when the recipe was written: give it with {key}=..." for key in keys))
 
@@ -41,6 +41,14 @@ def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
         else:
             flat[prefix + key] = value
     return flat
+
+
+def _holds_hidden(value: Any) -> bool:
+    if isinstance(value, list):
+        return any(_holds_hidden(inner) for inner in cast(list[Any], value))
+    if isinstance(value, dict):
+        return any(_holds_hidden(inner) for inner in cast(dict[str, Any], value).values())
+    return value == HIDDEN
 
 
 def _hidden(value: Any, *, secret: bool) -> Any:

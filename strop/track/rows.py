@@ -6,7 +6,7 @@ A row of metrics.jsonl holds `stage`, `step` and numbers. Its keys that depend o
     time/step           wall seconds of the whole step
     time/<span>         wall seconds of one phase; phases never overlap, and sum to at most time/step
     time/cpu/<span>     CPU seconds of this process, all its threads, in that phase
-    time/tokens_per_s   tokens sampled (or, where nothing is sampled, trained on) per wall second of the step
+    time/tokens_per_s   tokens sampled (without sampling: trained on) per wall second, `save` and `evaluate` left out
     memory/rss_mb, memory/peak_rss_mb   resident memory of this process in MiB, now and at its highest
 """
 
@@ -33,6 +33,7 @@ STEP_TIME = "time/step"
 RATE = "time/tokens_per_s"
 RSS = "memory/rss_mb"
 PEAK_RSS = "memory/peak_rss_mb"
+ASIDE = ("time/save", "time/evaluate")  # phases that most steps do not have
 RESERVED_SPANS = frozenset({"step", "tokens_per_s", "cpu"})
 
 

@@ -117,13 +117,13 @@ class Run:
         """
         refuse_hidden(recipe)
         folder.mkdir(parents=True, exist_ok=True)
-        if used := sorted(path.name for path in folder.iterdir()):
+        partial = folder / f".partial-{rows.RECIPE}"  # all that a kill within this method can leave
+        if used := sorted(path.name for path in folder.iterdir() if path != partial):
             raise ConfigError(
                 f"run.folder={folder} is not empty (it holds {', '.join(used[:4])}{', ...' if len(used) > 4 else ''}): "
                 "resume that run, or give another folder"
             )
         text = yaml12.dump(hide_secrets(recipe).model_dump(mode="json"))
-        partial = folder / f".partial-{rows.RECIPE}"
         partial.write_text(text, "utf-8")
         partial.rename(folder / rows.RECIPE)
         return cls(folder, recipe, decode, watch, None)
@@ -265,7 +265,9 @@ class Run:
         One is due every `run.save_every` steps, after the last, and when held-out accuracy is better than ever. Its
         time is charged to the next step as `time/save`. `last` ends the stage, whatever its planned number of steps.
         """
-        row = self._row(step, results(merge_metrics([metrics, self._optim])))
+        trained = metrics["loss/nll"].count if "loss/nll" in metrics else 0.0
+        tokens = self._sampled_tokens or float(trained)
+        row = self._row(step, results(merge_metrics([metrics, self._optim])), tokens)
         self._metrics.append(row)
         self.step = step
         self._optim = {}
@@ -295,10 +297,10 @@ class Run:
     ) -> None:
         self.close()
 
-    def _row(self, step: int, values: dict[str, float]) -> Row:
+    def _row(self, step: int, values: dict[str, float], tokens: float) -> Row:
         seconds, phases = self._spans.take()
-        tokens = self._sampled_tokens or values.get("tokens/trained", 0.0)
-        rate = {rows.RATE: tokens / seconds} if tokens and seconds > 0 else {}
+        working = seconds - sum(phases.get(phase, 0.0) for phase in rows.ASIDE)
+        rate = {rows.RATE: tokens / working} if tokens and working > 0 else {}
         memory = {rows.RSS: self._process.memory_info().rss / 2**20, rows.PEAK_RSS: _peak_rss_mb()}
         return {"stage": self.stage, "step": step} | rows.finite(
             values | {rows.STEP_TIME: seconds} | phases | rate | memory
