@@ -1,15 +1,32 @@
-"""Trajectories to packed batches: the one place that shifts targets, masks prompts and writes loss weights."""
+"""Trajectories to packed batches: the one place that shifts targets, masks prompts and writes loss weights.
+
+    groups + advantages -> texts -> an arrangement of them (data/bundles) -> columns [T] -> Batch[PolicyInputs]
+
+Everything is index arithmetic on columns that are gathered once: Python touches attempts and batches, never tokens.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import chain, pairwise
 from typing import Generic, TypeVar
 
+import numpy as np
+import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from strop.types import Layout, Routes
+from strop.algos.losses import PolicyInputs
+from strop.algos.weighting import Weighting, token_weights
+from strop.config.recipe import TooLong
+from strop.data.bundles import Arrangement, Texts, arrange, texts_of
+from strop.errors import DataError
+from strop.types import Bools, Float32s, Group, Int32s, Layout, Outputs, Routes, Trajectory
 
 InputsT = TypeVar("InputsT")
+ColumnT = TypeVar("ColumnT", bound=np.generic)
+Int64s = NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,3 +48,225 @@ class Batch(Generic[InputsT]):
 
     def __len__(self) -> int:
         return self.layout.num_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Packed(Generic[InputsT]):
+    """The batches of one optimizer step, the costliest first. Rank r of R takes `batches[r::R]`, as many as the others.
+
+    A batch may be there only to make those numbers equal: one token with its mask off. No batches at all means that
+    nothing is trained.
+    """
+
+    batches: list[Batch[InputsT]]
+    dropped: int = 0  # attempts, or examples, left out for being longer than a batch
+
+
+@dataclass(frozen=True, slots=True)
+class Example:
+    """A text to imitate: `tokens` [T], and which of them are `trained` [T], by position."""
+
+    tokens: Int32s
+    trained: Bools
+    task_id: str
+
+
+def pack_policy(
+    groups: Sequence[Group],
+    advantages_PG: NDArray[np.float64],
+    *,
+    max_tokens: int,
+    weighting: str,
+    horizon: int | None,
+    temperature: float,
+    share_prefixes: bool,
+    data_parallel: int,
+    too_long: TooLong = TooLong.ERROR,
+) -> Packed[PolicyInputs]:
+    """Every attempt of one optimizer step as balanced batches of at most `max_tokens` tokens.
+
+    An attempt whose advantage is NaN (its episode failed) is left out, and so is a segment in which nothing is trained.
+    Advantages and weights belong to the attempt, over all its segments; `token_weights` explains `weighting` and
+    `horizon` (tokens). With `share_prefixes` the attempts of a group keep the prompt they have in common once in each
+    batch. `data_parallel` is how many ranks the batches are for.
+
+    Inside a batch, bundles keep the order of `groups`: first segments, then later ones; a prefix comes before its
+    branches. The result depends on the arguments alone.
+
+    Raises DataError when a segment is longer than `max_tokens` and `too_long` is `error` (`drop` leaves the whole
+    attempt out and counts it), ValueError when the advantages' shape is not that of the groups.
+    """
+    attempts, advantage_N, group_N = _attempts(groups, advantages_PG)
+    texts, logprobs_T = _policy_texts(attempts, group_N)
+    texts, dropped = _fitting(texts, max_tokens, too_long, [group.task_id for group in groups])
+    if len(texts) == 0:
+        return Packed([], dropped)
+    plan = arrange(texts, max_tokens=max_tokens, share_prefixes=share_prefixes, data_parallel=data_parallel)
+    columns = _Columns(texts, plan, _weights(texts, len(attempts), weighting, horizon))
+    behavior_T = columns.next(logprobs_T, 0.0)
+    advantages_T = columns.spread(advantage_N[plan.unit_S])
+    temperature_T = None if temperature == 1.0 else np.full(len(behavior_T), temperature, np.float32)
+    batches = [
+        columns.batch(b, _policy_inputs(behavior_T[span], advantages_T[span]), temperature_T)
+        for b, span in enumerate(columns.spans)
+    ]
+    return Packed(batches, dropped)
+
+
+def pack_examples(
+    examples: Sequence[Example],
+    *,
+    max_tokens: int,
+    data_parallel: int,
+    weighting: str = Weighting.TOKEN_MEAN,
+    too_long: TooLong = TooLong.ERROR,
+) -> Packed[None]:
+    """Supervised examples as balanced batches, by the rules of `pack_policy`; an example is one sequence.
+
+    Raises DataError for an example longer than `max_tokens` (see `too_long`), ValueError when tokens and mask differ in
+    length.
+    """
+    for example in examples:
+        if len(example.tokens) != len(example.trained):
+            raise ValueError(
+                f"task {example.task_id}: {len(example.tokens)} tokens with a mask of {len(example.trained)}"
+            )
+    texts = texts_of(
+        _joined([example.tokens for example in examples], np.int32),
+        _joined([example.trained for example in examples], np.bool_),
+        np.fromiter((len(example.tokens) for example in examples), np.int64, len(examples)),
+        unit_S=np.arange(len(examples)),
+        group_S=np.arange(len(examples)),
+        num_first=0,
+    )
+    texts, dropped = _fitting(texts, max_tokens, too_long, [example.task_id for example in examples])
+    if len(texts) == 0:
+        return Packed([], dropped)
+    plan = arrange(texts, max_tokens=max_tokens, share_prefixes=False, data_parallel=data_parallel)
+    columns = _Columns(texts, plan, _weights(texts, len(examples), weighting, None))
+    return Packed([columns.batch(b, None, None) for b in range(len(columns.spans))], dropped)
+
+
+def with_reference(batches: Sequence[Batch[PolicyInputs]], outputs: Sequence[Outputs]) -> list[Batch[PolicyInputs]]:
+    """The batches with another engine's logprobs as reference. Raises ValueError for outputs of other batches."""
+    batch_lengths, output_lengths = [len(batch) for batch in batches], [len(output.logprobs_T) for output in outputs]
+    if batch_lengths != output_lengths:
+        raise ValueError(f"outputs of {output_lengths} tokens do not belong to batches of {batch_lengths}")
+    return [
+        replace(batch, inputs=replace(batch.inputs, reference_logprobs_T=output.logprobs_T))
+        for batch, output in zip(batches, outputs, strict=True)
+    ]
+
+
+def _attempts(
+    groups: Sequence[Group], advantages_PG: NDArray[np.float64]
+) -> tuple[list[Trajectory], NDArray[np.float64], Int64s]:
+    """The attempts that have an advantage, with it and the index of their group, each [N]."""
+    shape = (len(groups), len(groups[0]) if groups else advantages_PG.shape[-1])
+    if advantages_PG.shape != shape or any(len(group) != shape[1] for group in groups):
+        raise ValueError(
+            f"advantages of shape {advantages_PG.shape} do not fit groups of {[len(g) for g in groups]} attempts: "
+            "they must be [groups, attempts], one for each attempt"
+        )
+    has_PG = ~np.isnan(advantages_PG)
+    every = [trajectory for group in groups for trajectory in group.trajectories]
+    kept = every if has_PG.all() else [every[n] for n in np.flatnonzero(has_PG)]
+    return kept, advantages_PG[has_PG], np.nonzero(has_PG)[0]
+
+
+def _policy_texts(attempts: list[Trajectory], group_N: Int64s) -> tuple[Texts, Float32s]:
+    """The attempts' segments, and their logprobs [T]: everybody's first segment, then the later ones."""
+    held_N = [attempt.segments for attempt in attempts]
+    unit_S = np.repeat(np.arange(len(attempts)), np.fromiter(map(len, held_N), np.int64, len(held_N)))
+    rows = [segment.rows for segment in chain.from_iterable(held_N)]
+    later_S = np.diff(unit_S, prepend=-1) == 0
+    if later_S.any():
+        order_S = np.argsort(later_S, kind="stable")
+        rows, unit_S = [rows[s] for s in order_S], unit_S[order_S]
+    rows_T3 = np.concatenate(rows) if rows else np.empty((0, 3), np.int32)
+    texts = texts_of(
+        rows_T3[:, 0],
+        rows_T3[:, 2] >= 0,
+        np.fromiter(map(len, rows), np.int64, len(rows)),
+        unit_S=unit_S,
+        group_S=group_N[unit_S],
+        num_first=len(rows) - int(np.count_nonzero(later_S)),
+    )
+    return texts, rows_T3.view(np.float32)[:, 1]
+
+
+def _joined(columns: list[NDArray[ColumnT]], dtype: type[ColumnT]) -> NDArray[ColumnT]:
+    return np.concatenate(columns).astype(dtype, copy=False) if columns else np.zeros(0, dtype)
+
+
+def _fitting(texts: Texts, max_tokens: int, too_long: TooLong, task_ids: list[str]) -> tuple[Texts, int]:
+    """(the texts that train something, how many units were dropped for a text of more than `max_tokens`)."""
+    long_S = texts.length_S > max_tokens
+    if not long_S.any():
+        return texts.where(texts.trained_S > 0), 0
+    units = np.unique(texts.unit_S[long_S])
+    if too_long is TooLong.ERROR:
+        s = int(np.argmax(texts.length_S))
+        which = f", the longest of {len(units)} such," if len(units) > 1 else ""
+        raise DataError(
+            f"task {task_ids[texts.group_S[s]]}: a sequence of {texts.length_S[s]} tokens{which} does not fit a batch "
+            f"of {max_tokens}. Raise engine.pack_tokens, lower draw.max_tokens, or set tasks.too_long to drop, which "
+            "leaves such attempts out and counts them"
+        )
+    return texts.where((texts.trained_S > 0) & ~np.isin(texts.unit_S, units)), len(units)
+
+
+def _weights(texts: Texts, num_units: int, weighting: str, horizon: int | None) -> NDArray[np.float64]:
+    """The weight of each unit's trained tokens, [N], over the whole optimizer step."""
+    counts_N = np.zeros(num_units, np.int64)
+    np.add.at(counts_N, texts.unit_S, texts.trained_S)
+    return token_weights(Weighting(weighting), counts_N, horizon=horizon)
+
+
+class _Columns:
+    """The packed columns [T] of a whole step, in the arrangement's order; a batch is a slice of each."""
+
+    def __init__(self, texts: Texts, plan: Arrangement, weight_N: NDArray[np.float64]) -> None:
+        end_S = np.cumsum(plan.length_S)
+        self._plan = plan
+        self._last_S = end_S - 1
+        self._source_T = np.repeat(plan.start_S - (end_S - plan.length_S), plan.length_S) + np.arange(end_S[-1])
+        self._lengths, self._parents = plan.length_S.tolist(), plan.parent_S.tolist()
+        self._bounds = plan.bound_B.tolist()
+        edges = np.append(0, end_S)[plan.bound_B].tolist()
+        self.spans = [slice(lo, hi) for lo, hi in pairwise(edges)]
+        self.tokens_T = texts.tokens_T[self._source_T].astype(np.int64)
+        self.targets_T = self._shift(self.tokens_T, -1)
+        self.mask_T = self.next(texts.sampled_T, False)
+        self.weights_T = self.spread(weight_N[plan.unit_S])
+
+    def next(self, column_T: NDArray[ColumnT], fill: bool | float) -> NDArray[ColumnT]:
+        """What a column of the texts says of each row's target; `fill` where there is none."""
+        return self._shift(column_T[self._source_T], fill)
+
+    def spread(self, value_S: NDArray[np.float64]) -> Float32s:
+        """One number for each sequence, at its trained targets; 0 elsewhere."""
+        return np.repeat(value_S.astype(np.float32), self._plan.length_S) * self.mask_T
+
+    def _shift(self, column_T: NDArray[ColumnT], fill: float) -> NDArray[ColumnT]:
+        shifted_T = np.empty_like(column_T)
+        shifted_T[:-1] = column_T[1:]
+        shifted_T[self._last_S] = fill
+        return shifted_T
+
+    def batch(self, b: int, inputs: InputsT, temperature_T: Float32s | None) -> Batch[InputsT]:
+        """Batch b; its tensors are views of the columns."""
+        span, (lo, hi) = self.spans[b], self._bounds[b : b + 2]
+        return Batch(
+            tokens_T=torch.from_numpy(self.tokens_T[span]),
+            targets_T=torch.from_numpy(self.targets_T[span]),
+            mask_T=torch.from_numpy(self.mask_T[span]),
+            weights_T=torch.from_numpy(self.weights_T[span]),
+            layout=Layout(tuple(self._lengths[lo:hi]), tuple(self._parents[lo:hi])),
+            inputs=inputs,
+            temperature_T=None if temperature_T is None else torch.from_numpy(temperature_T[span]),
+        )
+
+
+def _policy_inputs(behavior_T: Float32s, advantages_T: Float32s) -> PolicyInputs:
+    return PolicyInputs(behavior_logprobs_T=torch.from_numpy(behavior_T), advantages_T=torch.from_numpy(advantages_T))

@@ -1,0 +1,100 @@
+"""An endless, shuffled, resumable stream of tasks.
+
+    tasks -> an order for every epoch, from (seed, epoch) alone -> take(n) -> state() -> restore(state) -> take goes on
+
+Nothing is drawn ahead and nothing is held back, so four integers are all there is to save.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from hashlib import blake2b
+
+import numpy as np
+from numpy.typing import NDArray
+
+from strop.data.tasks import Task
+from strop.errors import CheckpointError, DataError
+
+
+class TaskStream:
+    """Every task once an epoch, in a new order each epoch. Tails are never dropped: `take` goes on into the next epoch.
+
+    Raises DataError when there are no tasks.
+    """
+
+    def __init__(self, tasks: Sequence[Task], seed: int) -> None:
+        if not tasks:
+            raise DataError("there are no tasks to train on: check tasks.path, tasks.limit and tasks.holdout")
+        self._tasks = tasks
+        self._seed = seed
+        self._epoch = 0
+        self._position = 0  # tasks of this epoch that have been taken
+        self._order = shuffled(len(tasks), seed, 0)
+
+    def __len__(self) -> int:
+        """Tasks in one epoch."""
+        return len(self._tasks)
+
+    def take(self, n: int) -> list[Task]:
+        """The next n tasks."""
+        taken: list[Task] = []
+        while len(taken) < n:
+            if self._position == len(self._order):
+                self._start_epoch(self._epoch + 1)
+            chosen = self._order[self._position : self._position + n - len(taken)]
+            taken += [self._tasks[i] for i in chosen]
+            self._position += len(chosen)
+        return taken
+
+    def state(self) -> dict[str, int]:
+        """Where the stream stands, for JSON; `restore` of it gives exactly the tasks that would have come next."""
+        return {
+            "seed": self._seed,
+            "epoch": self._epoch,
+            "position": self._position,
+            "fingerprint": self._fingerprint,
+        }
+
+    def restore(self, state: Mapping[str, int]) -> None:
+        """Go to where `state` was taken. Raises CheckpointError when it is of other tasks, or of another seed."""
+        if state["fingerprint"] != self._fingerprint:
+            raise CheckpointError(
+                f"the checkpoint was written while training on other tasks than the {len(self._tasks)} given now: "
+                "resume with the same task files, tasks.limit and tasks.holdout, or start a new run"
+            )
+        if state["seed"] != self._seed:
+            raise CheckpointError(
+                f"the checkpoint drew its tasks with seed {state['seed']}, not {self._seed}: resume with that seed, or "
+                "start a new run"
+            )
+        self._start_epoch(state["epoch"])
+        self._position = state["position"]
+
+    @cached_property
+    def _fingerprint(self) -> int:
+        return fingerprint(self._tasks)
+
+    def _start_epoch(self, epoch: int) -> None:
+        self._epoch, self._position = epoch, 0
+        self._order = shuffled(len(self._tasks), self._seed, epoch)
+
+
+def shuffled(n: int, seed: int, epoch: int) -> NDArray[np.int64]:
+    """A permutation of n from (seed, epoch) alone.
+
+    It sorts raw Philox words rather than asking a Generator to shuffle: NumPy keeps only the former stable over its
+    versions, and a run may be resumed with a newer one.
+    """
+    bits = np.random.Philox(key=np.array([seed % 2**64, epoch], np.uint64))
+    return np.argsort(bits.random_raw(n), kind="stable")
+
+
+def fingerprint(tasks: Sequence[Task]) -> int:
+    """A 48-bit number that differs when the ids, texts, answers or order of tasks do."""
+    digest = blake2b(digest_size=6)
+    for task in tasks:
+        digest.update(json.dumps([task.id, task.messages, task.answer], sort_keys=True).encode())
+    return int.from_bytes(digest.digest(), "big")
