@@ -110,6 +110,13 @@ def test_tests_assert_and_skips_give_reasons(body: str, findings: int) -> None:
     assert len(found) == findings, found
 
 
+def test_a_test_may_assert_through_a_function_beside_it() -> None:
+    calls = "def test_x():\n    same(1, 2)\ndef same(a, b):\n    near(a, b)\n"
+    path = PurePosixPath("tests/test_x.py")
+    assert budgets.check_tests(path, calls + "def near(a, b):\n    assert a == b\n") == []
+    assert len(budgets.check_tests(path, calls + "def near(a, b):\n    return a == b\n")) == 1
+
+
 def test_a_bare_skip_mark_is_found_once() -> None:
     source = "@pytest.mark.skip\ndef test_x():\n    assert f()\n"
     assert [f.line for f in budgets.check_tests(PurePosixPath("tests/test_x.py"), source)] == [1]
