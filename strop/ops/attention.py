@@ -37,8 +37,8 @@ def packed_attention(
 
     Each token attends to its own sequence up to itself, and a branch to all of its prefix too. J divides H; query
     head h reads key head h * J // H (grouped queries, Ainslie et al. 2023). `window`: a token at position p sees
-    positions > p - window. `softcap`: scores become softcap * tanh(scores / softcap) (Gemma 2). `sinks_H`: one more logit per
-    head in the softmax's denominator (gpt-oss). `attention_impl` says which form runs.
+    positions > p - window. `softcap`: scores become softcap * tanh(scores / softcap) (Gemma 2). `sinks_H`: one more
+    logit per head in the softmax's denominator (gpt-oss). `attention_impl` says which form runs.
 
     Raises ValueError when the tensors do not fit the layout or each other.
     """

@@ -32,10 +32,12 @@ class PagedKV:
         impl: Impl,
     ) -> None:
         self.impl = impl
+        self.value_channels = value_channels
         rows = (num_layers, num_pages)
         # native keys keep a page's 16 tokens side by side: one vector load takes the same channel of several keys
         keys = (num_kv_heads, key_channels, PAGE) if impl is Impl.NATIVE else (PAGE, num_kv_heads, key_channels)
-        values = (num_kv_heads, PAGE, value_channels) if impl is Impl.NATIVE else (PAGE, num_kv_heads, value_channels)
+        padded = -(-value_channels // PAGE) * PAGE  # and values whole vectors
+        values = (num_kv_heads, PAGE, padded) if impl is Impl.NATIVE else (PAGE, num_kv_heads, value_channels)
         self._keys = torch.empty(*rows, *keys, dtype=dtype, device=device)
         self._values = torch.empty(*rows, *values, dtype=dtype, device=device)
 
@@ -82,8 +84,10 @@ class PagedKV:
         """
         plain = window is None and softcap is None and sinks_H is None
         if self.impl is Impl.NATIVE and plain:
-            return native.attend(self._keys[layer], self._values[layer], q_THC, tables_RB, row_T, context_T, scale)
-        out = q_THC.new_empty((*q_THC.shape[:2], self._values.shape[-1]))
+            return native.attend(
+                self._keys[layer], self._values[layer], q_THC, tables_RB, row_T, context_T, scale, self.value_channels
+            )
+        out = q_THC.new_empty((*q_THC.shape[:2], self.value_channels))
         for tokens_RM in _tokens_by_row(row_T):
             rows_R = row_T[tokens_RM[:, 0]]
             context_RM = context_T[tokens_RM]
@@ -103,7 +107,7 @@ class PagedKV:
         pages_RB = tables_RB[:, : -(-context // PAGE)].clamp(min=0).long()
         k, v = self._keys[layer][pages_RB], self._values[layer][pages_RB]
         if self.impl is Impl.NATIVE:
-            k, v = k.permute(0, 1, 4, 2, 3), v.permute(0, 1, 3, 2, 4)
+            k, v = k.permute(0, 1, 4, 2, 3), v[..., : self.value_channels].permute(0, 1, 3, 2, 4)
         return k.flatten(1, 2), v.flatten(1, 2)
 
 
