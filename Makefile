@@ -11,7 +11,7 @@ PIP = $(BIN)/python -m pip install --quiet --disable-pip-version-check
 RUN_FOLDER = runs/$(basename $(notdir $(RECIPE)))-$(shell date +%Y%m%d-%H%M%S)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check bench docs clean
+.PHONY: help demo test check check-style check-imports check-budgets check-pages check-types bench docs clean
 
 help:
 	@echo "make demo    install, train a small model on this machine (RECIPE=recipes/quickstart.yaml), show before and after"
@@ -26,11 +26,21 @@ demo: $(VENV)/.installed
 test: $(VENV)/.installed-dev
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
 
-check: $(VENV)/.installed-dev
+check: check-style check-imports check-budgets check-pages check-types  # `make -k check` shows all that is wrong
+
+check-style: $(VENV)/.installed-dev
 	$(BIN)/ruff check .
+
+check-imports: $(VENV)/.installed-dev
 	$(BIN)/lint-imports --no-logo --no-cache
+
+check-budgets: $(VENV)/.installed-dev
 	$(BIN)/python tools/budgets.py
+
+check-pages: $(VENV)/.installed-dev
 	$(BIN)/python -m strop.config.reference --check
+
+check-types: $(VENV)/.installed-dev
 	PYRIGHT_PYTHON_IGNORE_WARNINGS=1 $(BIN)/pyright --pythonpath $(BIN)/python
 
 docs: $(VENV)/.installed-dev
