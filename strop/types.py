@@ -33,6 +33,7 @@ class Message(TypedDict, total=False):
 
     role: str
     content: str
+    reasoning_content: str  # what a model thought before its reply, for templates that render it
     tool_calls: list[dict[str, Any]]
     name: str
 
@@ -50,6 +51,7 @@ class Ending(StrEnum):
     DONE = "done"  # the environment said so
     LENGTH = "length"  # a completion was cut by its limit before it stopped
     MAX_TURNS = "max_turns"
+    FAILED = "failed"  # the environment or the sampler raised; there is no reward
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

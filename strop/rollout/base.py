@@ -35,7 +35,7 @@ class Sampler(Protocol):
         ...
 
     async def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
-        """Take new weights (all of them, under Hugging Face names) at a token boundary; running requests go on with them.
+        """Take all weights, under Hugging Face names, at a token boundary. Running requests go on with them.
 
         All or nothing: names, shapes and dtypes are checked before the first is used.
         """

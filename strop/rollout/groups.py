@@ -1,0 +1,131 @@
+"""Tasks in, groups of attempts out: every episode of a step at once, failures counted, and the step's numbers.
+
+P tasks -> P * G episodes, each with a seed of its own -> P groups of G trajectories -> metrics
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from math import isnan
+
+import numpy as np
+from numpy.typing import NDArray
+
+from strop.config.recipe import DrawConfig
+from strop.data.tasks import Task
+from strop.envs.base import Env
+from strop.errors import RolloutError
+from strop.rollout.base import Sampler, play
+from strop.tokens.base import Renderer
+from strop.types import Ending, Group, Metric, Metrics, Reduction, SamplingParams, Trajectory
+
+NAMED_FAILURES = 3  # errors that the RolloutError of a failed step quotes
+
+log = logging.getLogger(__name__)
+
+
+class Player:
+    """Plays tasks with one sampler. Attempt g at task p of a step draws from a seed made of (seed, step, p, g).
+
+    So a step's attempts depend on the run's seed, on its tasks and on the weights, and a resumed run draws the same.
+    """
+
+    def __init__(
+        self, sampler: Sampler, renderer: Renderer, new_env: Callable[[Task], Env], *, seed: int, max_turns: int = 1
+    ) -> None:
+        self._sampler = sampler
+        self._renderer = renderer
+        self._new_env = new_env
+        self._seed = seed
+        self._max_turns = max_turns
+
+    async def play(
+        self, tasks: list[Task], group_size: int, params: SamplingParams, *, step: int, max_failures: int
+    ) -> list[Group]:
+        """G attempts at each task, all at once; one Group for each task, in order. The seed in `params` is not used.
+
+        An episode that raises is logged and becomes a trajectory that ended with FAILED and has reward NaN. Raises
+        RolloutError, with the first errors, when more than `max_failures` episodes did.
+        """
+        failures: list[str] = []
+        episodes = [
+            self._attempt(task, replace(params, seed=attempt_seed(self._seed, step, index, attempt)), failures)
+            for index, task in enumerate(tasks)
+            for attempt in range(group_size)
+        ]
+        trajectories = await asyncio.gather(*episodes)
+        if len(failures) > max_failures:
+            more = f"; and {len(failures) - NAMED_FAILURES} more" if len(failures) > NAMED_FAILURES else ""
+            raise RolloutError(
+                f"{len(failures)} of {len(episodes)} episodes of step {step} failed, max_failures={max_failures}: "
+                f"{'; '.join(failures[:NAMED_FAILURES])}{more}"
+            )
+        return [
+            Group(task.id, trajectories[index * group_size : (index + 1) * group_size])
+            for index, task in enumerate(tasks)
+        ]
+
+    async def _attempt(self, task: Task, params: SamplingParams, failures: list[str]) -> Trajectory:
+        try:
+            env = self._new_env(task)
+            return await play(env, self._sampler, self._renderer, params, max_turns=self._max_turns)
+        except Exception as error:  # one broken episode must not end the run: it is counted, and there is a limit
+            log.warning("an episode of task %s failed", task.id, exc_info=error)
+            failures.append(f"task {task.id}: {type(error).__name__}: {error}")
+            return Trajectory(reward=float("nan"), ending=Ending.FAILED)
+
+
+def attempt_seed(seed: int, step: int, task: int, attempt: int) -> int:
+    """The 64-bit seed of one attempt: a hash of where it stands in the run."""
+    return int(np.random.SeedSequence(seed, spawn_key=(step, task, attempt)).generate_state(1, np.uint64)[0])
+
+
+def sampling_params(draw: DrawConfig, renderer: Renderer) -> SamplingParams:
+    """How a recipe's attempts are drawn: its settings, and the renderer's stop tokens."""
+    return SamplingParams(
+        max_tokens=draw.max_tokens,
+        temperature=draw.temperature,
+        top_k=draw.top_k,
+        top_p=draw.top_p,
+        min_p=draw.min_p,
+        stop_tokens=renderer.stop_tokens,
+        stop_strings=draw.stop,
+    )
+
+
+def describe(groups: Iterable[Group]) -> Metrics:
+    """A step's attempts as numbers. Failed episodes are counted and left out of every mean.
+
+    `reward/<part>` are means over the episodes that ended, where one that does not name the part counts as 0;
+    `rollout/uniform_groups` is the fraction of groups whose rewards are all alike. A mean of nothing has count 0.
+    """
+    groups = list(groups)
+    played = [t for group in groups for t in group]
+    ended = [t for t in played if t.ending is not Ending.FAILED]
+    rewards = np.array([t.reward for t in ended if not isnan(t.reward)])
+    sampled = np.array([t.num_sampled for t in ended])
+    prompts = np.array([sum(len(s) for s in t.segments) for t in ended]) - sampled
+    metrics = {
+        "reward/mean": _mean(rewards),
+        "reward/std": Metric(Reduction.MEAN, float(rewards.std()) if len(rewards) else 0.0, min(len(rewards), 1)),
+        "rollout/tokens_mean": _mean(sampled),
+        "rollout/tokens_max": Metric(Reduction.MAX, float(sampled.max()) if len(sampled) else 0.0, len(sampled)),
+        "rollout/prompt_tokens": _mean(prompts),
+        "rollout/truncated": _mean(np.array([t.ending is Ending.LENGTH for t in ended])),
+        "rollout/failed": Metric(Reduction.SUM, float(len(played) - len(ended)), len(played)),
+        "rollout/uniform_groups": _mean(np.array([_is_uniform(group) for group in groups])),
+    }
+    for part in sorted({name for t in ended for name in t.rewards}):
+        metrics[f"reward/{part}"] = _mean(np.array([t.rewards.get(part, 0.0) for t in ended]))
+    return metrics
+
+
+def _is_uniform(group: Group) -> bool:
+    return len({t.reward for t in group if not isnan(t.reward)}) < 2
+
+
+def _mean(values: NDArray[np.generic]) -> Metric:
+    return Metric(Reduction.MEAN, float(values.astype(np.float64).sum()), len(values))
