@@ -27,6 +27,13 @@ class Renderer(Protocol):
         """
         ...
 
+    def answer(self, messages: list[Message], text: str) -> tuple[Int32s, int]:
+        """Tokens that follow `start(messages)` when the assistant says `text`, and how many of them it writes itself.
+
+        Those it writes are the text and one end token, at the front; the rest is what the template puts after them.
+        """
+        ...
+
     def parse(self, tokens: Int32s) -> Message:
         """The assistant's message in sampled tokens; total: any tokens give a message."""
         ...
