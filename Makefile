@@ -41,7 +41,7 @@ check-pages: $(VENV)/.installed-dev
 	$(BIN)/python -m strop.config.reference --check
 
 check-types: $(VENV)/.installed-dev
-	PYRIGHT_PYTHON_IGNORE_WARNINGS=1 $(BIN)/pyright --pythonpath $(BIN)/python
+	PYRIGHT_PYTHON_IGNORE_WARNINGS=1 $(BIN)/pyright --project pyproject.toml --pythonpath $(BIN)/python
 
 docs: $(VENV)/.installed-dev
 	$(BIN)/python -m strop.config.reference --write
