@@ -1,0 +1,137 @@
+"""Packing loses nothing and invents nothing, whatever the lengths, the limits, the ranks and the sharing."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import numpy as np
+import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from strop.data.packing import Example, pack_examples
+from strop.types import Completion, Group, Segment, Stop, Trajectory
+from tests.unit.data.groups import pack, spare, texts, trained
+
+WEIGHTINGS = ("token_mean", "token_sum", "sequence_mean_token_mean", "sequence_mean_token_sum", "constant_horizon")
+TOKENS = st.lists(st.integers(0, 3), max_size=6)
+
+
+@st.composite
+def segments(draw: st.DrawFn, opening: list[int]) -> Segment:
+    """An opening, then stretches that are sampled or observed in any order; either may be empty."""
+    made = Segment()
+    made.observe(np.array(opening, np.int32))
+    for tokens, sampled in draw(st.lists(st.tuples(TOKENS, st.booleans()), max_size=3)):
+        if not sampled:
+            made.observe(np.array(tokens, np.int32))
+            continue
+        logprobs = -np.array(draw(st.lists(st.integers(1, 9), min_size=len(tokens), max_size=len(tokens))), np.float32)
+        made.act(
+            Completion(
+                tokens=np.array(tokens, np.int32),
+                logprobs=logprobs,
+                sampling_logprobs=logprobs,
+                versions=np.zeros(len(tokens), np.int32),
+                stop=Stop.TOKEN,
+            )
+        )
+    return made
+
+
+@st.composite
+def steps(draw: st.DrawFn) -> tuple[list[Group], np.ndarray]:
+    """Groups of one size whose attempts mostly open alike, and their advantages, some of them missing."""
+    size = draw(st.integers(1, 4))
+    groups: list[Group] = []
+    for p in range(draw(st.integers(0, 5))):
+        prompt = draw(TOKENS)
+        trajectories: list[Trajectory] = []
+        for _ in range(size):
+            opening = prompt if draw(st.integers(0, 4)) else draw(TOKENS)
+            later = [draw(segments(draw(TOKENS))) for _ in range(draw(st.integers(0, 1)))]
+            trajectories.append(Trajectory(segments=[draw(segments(opening)), *later]))
+        groups.append(Group(f"t{p}", trajectories))
+    values = st.sampled_from([-1.5, -1.0, 0.0, 0.5, 2.0, float("nan")])
+    advantages = draw(st.lists(values, min_size=len(groups) * size, max_size=len(groups) * size))
+    return groups, np.array(advantages, np.float64).reshape(len(groups), size)
+
+
+def expected_texts(groups: list[Group], advantages_PG: np.ndarray) -> Counter[tuple[int, ...]]:
+    kept = [t for p, group in enumerate(groups) for g, t in enumerate(group) if not np.isnan(advantages_PG[p, g])]
+    return Counter(tuple(s.tokens.tolist()) for t in kept for s in t.segments if s.sampled[1:].any())
+
+
+@given(steps(), st.integers(0, 40), st.integers(1, 4), st.sampled_from(WEIGHTINGS))
+def test_every_token_once_and_every_trained_row_alike(
+    step: tuple[list[Group], np.ndarray], room: int, data_parallel: int, weighting: str
+) -> None:
+    """A01, A04-A06, G02-G04, G13: sharing and splitting change the layout and nothing else."""
+    groups, advantages_PG = step
+    longest = max((len(s) for group in groups for t in group for s in t.segments), default=1)
+    max_tokens = max(longest, 1) + room
+    plain, shared = (
+        pack(
+            groups,
+            advantages_PG.tolist(),
+            max_tokens=max_tokens,
+            weighting=weighting,
+            horizon=7,
+            share_prefixes=share,
+            data_parallel=data_parallel,
+        )
+        for share in (False, True)
+    )
+    expected = expected_texts(groups, advantages_PG)
+    for packed in (plain, shared):
+        assert packed.dropped == 0
+        assert len(packed.batches) % data_parallel == 0
+        for batch in packed.batches:
+            assert 0 < len(batch) <= max_tokens
+            assert len(batch.tokens_T) == len(batch.targets_T) == len(batch.mask_T) == len(batch)
+            last = (batch.layout.starts_S + batch.layout.lengths_S - 1).tolist()
+            assert [t for t, target in enumerate(batch.targets_T.tolist()) if target == -1] == last
+            assert not batch.weights_T[~batch.mask_T].any()
+            assert batch.weights_T.isfinite().all() and batch.inputs.advantages_T.isfinite().all()
+
+    real = [batch for batch in plain.batches if not spare(batch)]
+    assert all(set(batch.layout.parents) == {-1} for batch in real)
+    assert Counter(text for batch in real for text in texts(batch)) == expected
+    branches: Counter[tuple[int, ...]] = Counter()
+    for batch in shared.batches:
+        prefixes = set(batch.layout.parents)
+        branches.update(text for s, text in enumerate(texts(batch)) if s not in prefixes and not spare(batch))
+    assert branches == expected
+    assert trained(plain.batches) == trained(shared.batches)
+
+    rows = trained(plain.batches)
+    kept = [t for p, group in enumerate(groups) for g, t in enumerate(group) if not np.isnan(advantages_PG[p, g])]
+    assert len(rows) == sum(int(s.sampled[1:].sum()) for t in kept for s in t.segments)
+    if weighting in ("token_mean", "sequence_mean_token_mean") and rows:
+        assert sum(row.weight for row in rows) == pytest.approx(1.0)
+    if weighting == "token_sum":
+        assert all(row.weight == 1.0 for row in rows)
+    tokens = sum(len(batch) for batch in shared.batches if not spare(batch))
+    assert tokens <= sum(len(batch) for batch in real)
+
+
+@given(
+    st.lists(st.tuples(TOKENS, st.integers(0, 63)), max_size=12),
+    st.integers(6, 20),
+    st.integers(1, 4),
+    st.sampled_from(["token_mean", "sequence_mean_token_mean"]),
+)
+def test_examples_keep_every_token_and_weigh_one(
+    drawn: list[tuple[list[int], int]], max_tokens: int, data_parallel: int, weighting: str
+) -> None:
+    masks = [[bool(bits >> i & 1) for i in range(len(tokens))] for tokens, bits in drawn]
+    assume(any(any(mask[1:]) for mask in masks))
+    examples = [
+        Example(np.array(tokens, np.int32), np.array(mask, np.bool_), f"t{i}")
+        for i, ((tokens, _), mask) in enumerate(zip(drawn, masks, strict=True))
+    ]
+    packed = pack_examples(examples, max_tokens=max_tokens, data_parallel=data_parallel, weighting=weighting)
+    found = Counter(text for batch in packed.batches if not spare(batch) for text in texts(batch))
+    assert found == Counter(tuple(t) for (t, _), mask in zip(drawn, masks, strict=True) if any(mask[1:]))
+    assert sum(float(batch.weights_T.double().sum()) for batch in packed.batches) == pytest.approx(1.0)
+    assert sum(int(batch.mask_T.sum()) for batch in packed.batches) == sum(sum(mask[1:]) for mask in masks)

@@ -1,0 +1,71 @@
+"""Placement: nothing over capacity, equal costs, and the same choices as placing one bundle at a time."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from strop.data.placement import TOKEN_COST, cost, place
+
+
+def one_by_one(costs: list[int], bins: int) -> list[int]:
+    """Loads after the plain rule: costliest first, each into the least loaded bin."""
+    loads = [0] * bins
+    for value in sorted(costs, reverse=True):
+        loads[loads.index(min(loads))] += value
+    return sorted(loads)
+
+
+def test_costs_do_not_wrap_around() -> None:
+    """A48: 60,000 tokens given as int32; their square alone is past 2^31."""
+    lengths_S = np.array([60_000], np.int32)
+    assert TOKEN_COST == 24_576
+    assert cost(lengths_S, np.zeros(1, np.int32)).tolist() == [5_074_560_000]
+    assert cost(lengths_S, np.array([60_000], np.int32)).tolist() == [5_074_560_000 + 2 * 3_600_000_000]
+
+
+def test_a_prefix_and_its_branch_cost_what_the_whole_text_does() -> None:
+    whole = cost(np.array([100]), np.array([0]))
+    assert cost(np.array([60]), np.array([0])) + cost(np.array([40]), np.array([60])) == whole
+
+
+@given(st.lists(st.integers(1, 1000), min_size=1, max_size=80), st.integers(1, 8), st.integers(1, 6))
+def test_rounds_choose_as_one_by_one_does(sizes: list[int], bins: int, multiple: int) -> None:
+    """Where room does not bind, placing many bundles at once gives the loads of the plain rule."""
+    size_B = np.array(sizes)
+    capacity = int(size_B.sum())
+    bin_B, used = place(size_B, size_B, capacity=capacity, multiple=multiple * bins)
+    assert used == multiple * bins
+    loads = np.bincount(bin_B, weights=size_B, minlength=used)
+    assert sorted(loads.tolist()) == one_by_one(sizes, used)
+    assert loads.tolist() == sorted(loads.tolist(), reverse=True)
+
+
+@given(st.lists(st.integers(1, 100), min_size=1, max_size=60), st.integers(100, 400), st.integers(1, 5))
+def test_no_bin_overflows_and_every_rank_gets_as_many(sizes: list[int], capacity: int, multiple: int) -> None:
+    size_B = np.array(sizes)
+    bin_B, bins = place(cost(size_B, np.zeros_like(size_B)), size_B, capacity=capacity, multiple=multiple)
+    fill = np.bincount(bin_B, weights=size_B, minlength=bins)
+    assert bins % multiple == 0
+    assert fill.max() <= capacity
+    assert np.count_nonzero(fill == 0) == max(bins - len(sizes), 0)
+
+
+@pytest.mark.parametrize("count", [64, 1000])
+def test_many_alike_are_balanced_closely(count: int) -> None:
+    size_B = np.random.default_rng(0).integers(50, 150, count)
+    cost_B = cost(size_B, np.zeros_like(size_B))
+    bin_B, bins = place(cost_B, size_B, capacity=2048, multiple=8)
+    loads = np.bincount(bin_B, weights=cost_B, minlength=bins)
+    assert loads.max() / loads.mean() < 1.02
+    assert bins <= 8 * -(-int(size_B.sum()) // (0.9 * 2048 * 8))
+
+
+def test_late_bins_are_as_full_as_early_ones() -> None:
+    """Nine bundles of 60 in bins of 100 need nine bins: two ranks get ten, and none is filled before the others."""
+    size_B = np.full(9, 60)
+    bin_B, bins = place(size_B, size_B, capacity=100, multiple=2)
+    assert bins == 10
+    assert sorted(bin_B.tolist()) == list(range(9))
