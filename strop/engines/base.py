@@ -7,7 +7,7 @@ teacher are other Engines, not roles. `tests/conformance/test_engine.py` holds e
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass
 from enum import StrEnum
 from pathlib import Path
 from typing import Protocol, TypeVar
@@ -69,7 +69,8 @@ class Capabilities:
 
     def missing(self, needs: Capabilities) -> list[str]:
         """Names of what `needs` asks for and this backend lacks."""
-        return [f.name for f in fields(self) if getattr(needs, f.name) and not getattr(self, f.name)]
+        has = asdict(self)
+        return [name for name, needed in asdict(needs).items() if needed and not has[name]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
