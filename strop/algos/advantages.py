@@ -101,16 +101,14 @@ def leave_one_out_max(rewards_PG: Float64s, *, scale_by_std: bool = True, eps: f
     divided by the group's standard deviation + eps.
     """
     live_PG = present(rewards_PG)
-    advantages_PG = np.zeros(rewards_PG.shape)
-    useful_P = np.flatnonzero(informative(rewards_PG))
-    ranked_PG = np.where(live_PG, rewards_PG, -np.inf)[useful_P]
-    best_P = ranked_PG.argmax(axis=1)
-    top_P2 = np.sort(ranked_PG, axis=1)[:, -2:]
-    lead_P = top_P2[:, -1] - top_P2[:, 0] if len(useful_P) else np.zeros(0)
+    if rewards_PG.shape[1] < 2:
+        return np.where(live_PG, 0.0, np.nan)
+    ranked_PG = np.sort(np.where(live_PG, rewards_PG, -np.inf), axis=1)
+    best_P1, second_P1 = ranked_PG[:, -1:], ranked_PG[:, -2:-1]
+    lead_P1 = np.subtract(best_P1, second_P1, where=np.isfinite(second_P1), out=np.zeros(best_P1.shape))
     if scale_by_std:
-        lead_P = lead_P / (_std(centred(rewards_PG))[useful_P] + eps)
-    advantages_PG[useful_P, best_P] = lead_P
-    return np.where(live_PG, advantages_PG, np.nan)
+        lead_P1 = lead_P1 / (_std(centred(rewards_PG))[:, None] + eps)
+    return _informative_only(rewards_PG, np.where(live_PG, np.where(rewards_PG == best_P1, lead_P1, 0.0), np.nan))
 
 
 def pass_at_k(rewards_PG: Float64s, k: int, *, solved_at: float = 1.0) -> Float64s:

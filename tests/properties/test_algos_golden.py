@@ -49,7 +49,7 @@ LAYOUT = Layout((6,) * 8)
 
 def close(actual: ArrayLike, expected: ArrayLike, rtol: float = 2e-6, atol: float = 1e-6) -> None:
     """The golden numbers are float32's, printed to 7 digits."""
-    np.testing.assert_allclose(actual, expected, rtol=rtol, atol=atol)
+    np.testing.assert_allclose(np.asarray(actual, np.float64), np.asarray(expected, np.float64), rtol=rtol, atol=atol)
 
 
 def flat(name: str) -> np.ndarray:
