@@ -96,7 +96,8 @@ async def run(workload: common.Workload, steps: int, assets: Path, pack_tokens: 
     player = Player(sampler, renderer, EvenIds, seed=0, max_turns=1)
     params = SamplingParams(max_tokens=workload.max_tokens, stop_tokens=renderer.stop_tokens)
     evaluator = Evaluator(cfg=recipe.evaluate, tasks=[], player=player, renderer=renderer, params=params)
-    with tempfile.TemporaryDirectory() as scratch, common.PeakRSS() as memory:
+    base_rss_mb = common.memory_mb("VmRSS")
+    with tempfile.TemporaryDirectory() as scratch:
         out = Path(scratch) / "run"
         stream = TaskStream(tasks, seed=0)
         with Run.start(out, recipe, decode=lambda tokens: "") as record:
@@ -127,7 +128,7 @@ async def run(workload: common.Workload, steps: int, assets: Path, pack_tokens: 
             completion_tokens=round(row["rollout/tokens_mean"] * workload.tasks * workload.group),
         )
     print(f"all {steps} steps: {total:.2f} CPU s, {elapsed:.2f} wall s; gap {rows[-1]['sampler/gap_max']:.1e}")
-    common.report_result(memory)
+    common.report_result(base_rss_mb=base_rss_mb)
 
 
 def main() -> None:
