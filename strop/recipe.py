@@ -6,7 +6,6 @@ recipe -> tasks, tokenizer, model -> engine, sampler -> sft, then grpo -> checkp
 from __future__ import annotations
 
 import asyncio
-import copy
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ from typing import Any
 import torch
 from rich.console import Console
 from transformers import PreTrainedTokenizerBase
+from transformers.utils.logging import disable_progress_bar
 
 from strop.config.recipe import Recipe
 from strop.data.stream import TaskStream
@@ -88,6 +88,7 @@ def decode_with(tokenizer: PreTrainedTokenizerBase) -> Callable[[list[int]], str
 def build_parts(recipe: Recipe, base: Path) -> Parts:
     """Load and build everything that a recipe names; files of the user's own code are taken from `base`."""
     torch.set_num_threads(recipe.threads or torch.get_num_threads())
+    disable_progress_bar()  # of transformers: it would draw over ours
     tasks = load_tasks(recipe.tasks, base)
     tokenizer = load_tokenizer(recipe.model)
     renderer = build_renderer(recipe.renderer, tokenizer, end_tokens(recipe.model, tokenizer))
@@ -153,7 +154,7 @@ async def _loops(parts: Parts, run: Run) -> None:
             )
     if recipe.grpo is not None:
         tasks = TaskStream(parts.train_tasks, seed=recipe.seed)
-        before = copy.copy(parts.model.clone()) if recipe.grpo.kl_coefficient > 0 else None
+        before = parts.model.clone() if recipe.grpo.kl_coefficient > 0 else None
         if await run.begin("grpo", parts.engine, tasks):
             await grpo.train(
                 recipe.grpo,
