@@ -27,7 +27,7 @@ import psutil
 from strop.checkpoint.secrets import hide_secrets, refuse_hidden
 from strop.checkpoint.state import RunState, recipe_values
 from strop.checkpoint.store import BEST, Checkpoint, Store
-from strop.config import yaml12
+from strop.config.loader import dump_recipe
 from strop.config.recipe import Recipe
 from strop.engines.base import OptimOutcome
 from strop.errors import CheckpointError, ConfigError, EngineError
@@ -123,8 +123,7 @@ class Run:
                 f"run.folder={folder} is not empty (it holds {', '.join(used[:4])}{', ...' if len(used) > 4 else ''}): "
                 "resume that run, or give another folder"
             )
-        text = yaml12.dump(hide_secrets(recipe).model_dump(mode="json"))
-        partial.write_text(text, "utf-8")
+        partial.write_text(dump_recipe(hide_secrets(recipe)), "utf-8")
         partial.rename(folder / rows.RECIPE)
         return cls(folder, recipe, decode, watch, None)
 
@@ -176,7 +175,7 @@ class Run:
         if here is not None and here.done:
             return False
         for sink in self._watch.sinks:
-            sink.begin(self.folder, stage, self.step, recipe_values(self.recipe))
+            sink.begin(stage, self.step)
         self._watch.view.begin(stage, self.step, stages(self.recipe)[stage])
         self._spans.restart()
         return True
@@ -265,7 +264,7 @@ class Run:
         One is due every `run.save_every` steps, after the last, and when held-out accuracy is better than ever. Its
         time is charged to the next step as `time/save`. `last` ends the stage, whatever its planned number of steps.
         """
-        trained = metrics["loss/nll"].count if "loss/nll" in metrics else 0.0
+        trained = metrics[rows.LOSS].count if rows.LOSS in metrics else 0.0
         tokens = self._sampled_tokens or float(trained)
         row = self._row(step, results(merge_metrics([metrics, self._optim])), tokens)
         self._metrics.append(row)
@@ -301,7 +300,8 @@ class Run:
         seconds, phases = self._spans.take()
         working = seconds - sum(phases.get(phase, 0.0) for phase in rows.ASIDE)
         rate = {rows.RATE: tokens / working} if tokens and working > 0 else {}
-        memory = {rows.RSS: self._process.memory_info().rss / 2**20, rows.PEAK_RSS: _peak_rss_mb()}
+        resident = self._process.memory_info().rss / 2**20
+        memory = {rows.RSS: resident, rows.PEAK_RSS: max(resident, _peak_rss_mb())}  # two clocks of the kernel's
         return {"stage": self.stage, "step": step} | rows.finite(
             values | {rows.STEP_TIME: seconds} | phases | rate | memory
         )

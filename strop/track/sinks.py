@@ -7,7 +7,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from strop.config.recipe import RunConfig
+from strop.checkpoint.state import recipe_values
+from strop.config.recipe import Recipe
 from strop.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -18,8 +19,8 @@ if TYPE_CHECKING:
 class Sink(Protocol):
     """Told of every row. Nothing is written before `begin`."""
 
-    def begin(self, folder: Path, stage: str, step: int, config: Mapping[str, Any]) -> None:
-        """A stage begins, or goes on from `step`; `config` is the recipe as dotted keys, without secrets."""
+    def begin(self, stage: str, step: int) -> None:
+        """A stage begins, or goes on from `step`."""
         ...
 
     def log(self, step: int, values: Mapping[str, float]) -> None: ...
@@ -27,11 +28,14 @@ class Sink(Protocol):
     def close(self) -> None: ...
 
 
-def open_sinks(cfg: RunConfig) -> list[Sink]:
-    """The sinks that the recipe asks for. ConfigError names every package that is missing, and how to install it."""
+def build_sinks(recipe: Recipe, folder: Path) -> list[Sink]:
+    """The sinks that the recipe asks for, writing into the run folder once they begin.
+
+    They see the recipe without its secrets. ConfigError names every package that is missing, and how to install it.
+    """
     asked: list[tuple[bool, str, str, type[TensorBoard] | type[WeightsAndBiases]]] = [
-        (cfg.tensorboard, "run.tensorboard", "tensorboard", TensorBoard),
-        (cfg.wandb, "run.wandb", "wandb", WeightsAndBiases),
+        (recipe.run.tensorboard, "run.tensorboard", "tensorboard", TensorBoard),
+        (recipe.run.wandb, "run.wandb", "wandb", WeightsAndBiases),
     ]
     problems = [
         f"{key}=true needs the package {package}, which is not installed: pip install 'strop[track]'"
@@ -40,24 +44,25 @@ def open_sinks(cfg: RunConfig) -> list[Sink]:
     ]
     if problems:
         raise ConfigError(*problems)
-    return [sink() for wanted, _, _, sink in asked if wanted]
+    return [sink(folder, recipe_values(recipe)) for wanted, _, _, sink in asked if wanted]
 
 
 class TensorBoard:
     """Event files under `tensorboard/<stage>`: each stage is a TensorBoard run with its own steps."""
 
-    def __init__(self) -> None:
+    def __init__(self, folder: Path, config: Mapping[str, Any]) -> None:
+        self._folder, self._config = folder, config
         self._writer: SummaryWriter | None = None
 
-    def begin(self, folder: Path, stage: str, step: int, config: Mapping[str, Any]) -> None:
+    def begin(self, stage: str, step: int) -> None:
         from torch.utils.tensorboard.writer import SummaryWriter
 
         self.close()
         # purge_step hides what a killed run logged after the step that was restored.
-        self._writer = SummaryWriter(str(folder / "tensorboard" / stage), purge_step=step + 1 if step else None)
+        self._writer = SummaryWriter(str(self._folder / "tensorboard" / stage), purge_step=step + 1 if step else None)
         if not step:
             # Four spaces make it a block of code in TensorBoard's Markdown.
-            self._writer.add_text("recipe", "\n".join(f"    {key}: {value}" for key, value in config.items()))
+            self._writer.add_text("recipe", "\n".join(f"    {key}: {value}" for key, value in self._config.items()))
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         if self._writer is None:
@@ -75,20 +80,21 @@ class TensorBoard:
 class WeightsAndBiases:
     """An offline run under `wandb/`, to be sent with `wandb sync`; keys begin with their stage."""
 
-    def __init__(self) -> None:
+    def __init__(self, folder: Path, config: Mapping[str, Any]) -> None:
+        self._folder, self._config = folder, config
         self._run: WandbRun | None = None
         self._stage = ""
 
-    def begin(self, folder: Path, stage: str, step: int, config: Mapping[str, Any]) -> None:
+    def begin(self, stage: str, step: int) -> None:
         import wandb
 
         if self._run is None:
             self._run = wandb.init(
                 mode="offline",
-                dir=str(folder),
+                dir=str(self._folder),
                 project="strop",
-                name=folder.name,
-                config=dict(config),
+                name=self._folder.name,
+                config=dict(self._config),
                 settings=wandb.Settings(
                     silent=True, console="off", save_code=False, disable_git=True, x_disable_stats=True
                 ),
