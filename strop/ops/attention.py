@@ -45,7 +45,10 @@ def packed_attention(
     _check(q_THC, k_TJC, v_TJC, layout)
     if attention_impl(impl, window, softcap, sinks_H) is Impl.NATIVE:
         return native.packed_attention(q_THC, k_TJC, v_TJC, layout, scale)
-    parts = [q_THC.new_zeros((0, q_THC.shape[1], v_TJC.shape[2]))]
+    if layout.num_tokens == 0:  # empty, but part of the graph
+        nothing = q_THC.sum() + k_TJC.sum() + v_TJC.sum()
+        return nothing * q_THC.new_zeros((0, q_THC.shape[1], v_TJC.shape[2]))
+    parts: list[Tensor] = []
     for start, length, parent in zip(layout.starts_S.tolist(), layout.lengths, layout.parents, strict=True):
         if length == 0:
             continue
@@ -60,7 +63,9 @@ def packed_attention(
         else:
             positions = torch.arange(len(keys), device=q_THC.device)
             allowed = causal_window(positions[len(keys) - length :], positions, window)
-            parts.append(dense_attention(q_THC[own], keys, values, allowed, scale, softcap, sinks_H))
+            parts.append(
+                dense_attention(q_THC[own], keys, values, allowed, scale=scale, softcap=softcap, sinks_H=sinks_H)
+            )
     return torch.cat(parts)
 
 
@@ -77,6 +82,7 @@ def dense_attention(
     k_NJC: Tensor,
     v_NJC: Tensor,
     allowed_MN: Tensor,
+    *,
     scale: float,
     softcap: float | None,
     sinks_H: Tensor | None,

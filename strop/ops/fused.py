@@ -67,7 +67,7 @@ def norm_rope(
 ) -> tuple[Tensor, Tensor]:
     """`rms_norm` of every head over its channels, then `rope`, in one pass: what Qwen3 does to queries and keys."""
     if impl is Impl.NATIVE:
-        return native.norm_rope(q_THC, k_TJC, q_weight_C, k_weight_C, eps, cos_TC, sin_TC)
+        return native.norm_rope(q_THC, k_TJC, q_weight_C, k_weight_C, eps=eps, cos_TC=cos_TC, sin_TC=sin_TC)
     q_normed, k_normed = rms_norm(q_THC, q_weight_C, eps, impl), rms_norm(k_TJC, k_weight_C, eps, impl)
     return rope(q_normed, k_normed, cos_TC, sin_TC, impl)
 

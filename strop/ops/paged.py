@@ -84,12 +84,13 @@ class PagedKV:
         """
         plain = window is None and softcap is None and sinks_H is None
         if self.impl is Impl.NATIVE and plain:
+            keys, values = self._keys[layer], self._values[layer]
             return native.attend(
-                self._keys[layer], self._values[layer], q_THC, tables_RB, row_T, context_T, scale, self.value_channels
+                keys, values, q_THC, tables_RB, row_T, context_T, scale=scale, value_channels=self.value_channels
             )
         out = q_THC.new_empty((*q_THC.shape[:2], self.value_channels))
         for tokens_RM in _tokens_by_row(row_T):
-            rows_R = row_T[tokens_RM[:, 0]]
+            rows_R = row_T[tokens_RM[:, 0]].long()
             context_RM = context_T[tokens_RM]
             k_RNJC, v_RNJC = self._gather(layer, tables_RB[rows_R], int(context_RM.max()))
             positions_N = torch.arange(k_RNJC.shape[1], device=q_THC.device)
@@ -97,8 +98,9 @@ class PagedKV:
             # the input of the risky product is masked, not its output: 0 * NaN is NaN
             covered_RN = positions_N < context_RM.amax(1, keepdim=True)
             v_RNJC = v_RNJC.masked_fill(~covered_RN[:, :, None, None], 0.0)
+            q_RMHC = q_THC.detach()[tokens_RM]
             out[tokens_RM] = dense_attention(
-                q_THC.detach()[tokens_RM], k_RNJC, v_RNJC, allowed_RMN, scale, softcap, sinks_H
+                q_RMHC, k_RNJC, v_RNJC, allowed_RMN, scale=scale, softcap=softcap, sinks_H=sinks_H
             )
         return out
 

@@ -9,20 +9,21 @@ from torch import Tensor
 def check(*tensors: Tensor) -> None:
     """Raises TypeError unless every tensor is float32 on the CPU: the kernels read raw memory."""
     for tensor in tensors:
-        if tensor.dtype != torch.float32 or tensor.device.type != "cpu":
+        if tensor.dtype is not torch.float32 or not tensor.is_cpu:
             raise TypeError(f"native kernels take float32 tensors on the CPU, not {tensor.dtype} on {tensor.device}")
 
 
 def rows(x: Tensor) -> Tensor:
     """x [..., D] as [N, D] whose rows are contiguous; a copy only when its memory is laid out otherwise."""
-    flat = x.detach().reshape(-1, x.shape[-1]) if x.numel() else x.detach().new_empty((x[..., 0].numel(), x.shape[-1]))
-    return flat if flat.stride(1) == 1 or flat.shape[1] == 1 else flat.contiguous()
+    D = x.shape[-1]
+    flat = x if x.dim() == 2 else x.reshape(x.shape[:-1].numel(), D)
+    return flat if D <= 1 or flat.stride(1) == 1 else flat.contiguous()
 
 
 def heads(x: Tensor) -> Tensor:
     """x [..., N, C] as [M, N, C] whose last two axes are contiguous; a copy only when needed."""
-    *_, N, C = x.shape
-    flat = x.detach().reshape(-1, N, C) if x.numel() else x.detach().new_empty((x[..., 0, 0].numel(), N, C))
+    N, C = x.shape[-2:]
+    flat = x if x.dim() == 3 else x.reshape(x.shape[:-2].numel(), N, C)
     return flat if flat.stride(2) == 1 and flat.stride(1) == C else flat.contiguous()
 
 

@@ -1,8 +1,8 @@
 """The C++ kernels, compiled once on the machine that runs them: source files go in, a loaded library comes out.
 
 The library is kept in the cache folder under a hash of everything that shapes it (source, flags, compiler, processor).
-It gets there by an atomic rename, so processes that build at the same time cannot hurt each other. It links no OpenMP of
-its own: it starts its loops through the runtime that torch's library is linked to, so one pool of threads serves both.
+It gets there by an atomic rename, so processes that build at the same time cannot hurt each other. It links no OpenMP:
+it starts its loops through the runtime that torch's library is linked to, so one pool of threads serves both.
 """
 
 from __future__ import annotations

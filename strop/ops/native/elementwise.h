@@ -20,26 +20,16 @@ STROP_INLINE void sum_parts(const float* parts, int64_t tasks, int64_t D, float*
 
 STROP_INLINE void rms_norm_row(const float* x, const float* residual, const float* weight, float* y, float* total,
                                float* rstd, int64_t D, float eps) {
-  vf squares[4] = {};
-  float tail = 0.0f;
   int64_t c = 0;
-  for (int k = 0; c + W <= D; c += W, k = (k + 1) & 3) {
-    vf v = load(x + c);
-    if (residual) {
-      v += load(residual + c);
-      store(total + c, v);
-    }
-    squares[k] += v * v;
+  if (residual) {
+    for (; c + W <= D; c += W) store(total + c, load(x + c) + load(residual + c));
+    for (; c < D; ++c) total[c] = x[c] + residual[c];
   }
-  for (; c < D; ++c) {
-    float v = x[c];
-    if (residual) total[c] = v += residual[c];
-    tail += v * v;
-  }
-  const float mean = (sum((squares[0] + squares[1]) + (squares[2] + squares[3])) + tail) / static_cast<float>(D);
-  const float r = 1.0f / std::sqrt(mean + eps);
-  *rstd = r;
   const float* from = residual ? total : x;
+  float squares = sum_vectors(D, c, [&](int64_t at) { return load(from + at) * load(from + at); });
+  for (; c < D; ++c) squares += from[c] * from[c];
+  const float r = 1.0f / std::sqrt(squares / static_cast<float>(D) + eps);
+  *rstd = r;
   for (c = 0; c + W <= D; c += W) store(y + c, load(from + c) * r * load(weight + c));
   for (; c < D; ++c) y[c] = from[c] * r * weight[c];
 }
@@ -47,12 +37,9 @@ STROP_INLINE void rms_norm_row(const float* x, const float* residual, const floa
 // dx = rstd * (g - xhat * mean(g * xhat)) with g = dy * weight and xhat = x * rstd, plus `more`; dw += dy * xhat.
 STROP_INLINE void rms_norm_row_backward(const float* dy, const float* x, const float* weight, const float* more, float r,
                                         float* dx, float* dw, int64_t D) {
-  vf dots[4] = {};
-  float tail = 0.0f;
   int64_t c = 0;
-  for (int k = 0; c + W <= D; c += W, k = (k + 1) & 3) dots[k] += load(dy + c) * load(weight + c) * load(x + c);
-  for (; c < D; ++c) tail += dy[c] * weight[c] * x[c];
-  const float dot = sum((dots[0] + dots[1]) + (dots[2] + dots[3])) + tail;
+  float dot = sum_vectors(D, c, [&](int64_t at) { return load(dy + at) * load(weight + at) * load(x + at); });
+  for (; c < D; ++c) dot += dy[c] * weight[c] * x[c];
   const float along = dot * r * r / static_cast<float>(D);
   for (c = 0; c + W <= D; c += W) {
     const vf g = load(dy + c), v = load(x + c);
@@ -113,16 +100,10 @@ STROP_INLINE void head_row(const float* x, const float* weight, const float* cos
   if (HALF) half = HALF;
   float r = 1.0f;
   if (weight) {
-    vf squares[2] = {};
-    float tail = 0.0f;
     int64_t c = 0;
-    for (; c + W <= half; c += W) {
-      const vf a = load(x + c), b = load(x + half + c);
-      squares[0] += a * a;
-      squares[1] += b * b;
-    }
-    for (; c < half; ++c) tail += x[c] * x[c] + x[half + c] * x[half + c];
-    r = 1.0f / std::sqrt((sum(squares[0] + squares[1]) + tail) / static_cast<float>(2 * half) + eps);
+    float squares = sum_vectors(2 * half, c, [&](int64_t at) { return load(x + at) * load(x + at); });
+    for (; c < 2 * half; ++c) squares += x[c] * x[c];
+    r = 1.0f / std::sqrt(squares / static_cast<float>(2 * half) + eps);
     *rstd = r;
   }
   int64_t c = 0;

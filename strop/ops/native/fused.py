@@ -45,6 +45,7 @@ def norm_rope(
     k_TJC: Tensor,
     q_weight_C: Tensor,
     k_weight_C: Tensor,
+    *,
     eps: float,
     cos_TC: Tensor,
     sin_TC: Tensor,
@@ -182,6 +183,8 @@ class _SwiGLU(torch.autograd.Function):
 def _angles(heads_THC: Tensor, angles_TC: Tensor) -> Tensor:
     """cos or sin as dense [M, C], one row for each token."""
     check(angles_TC)
+    if heads_THC.dim() == 3 and angles_TC.shape == (len(heads_THC), heads_THC.shape[2]) and angles_TC.is_contiguous():
+        return angles_TC
     return angles_TC.detach().expand(*heads_THC.shape[:-2], heads_THC.shape[-1]).reshape(-1, heads_THC.shape[-1])
 
 

@@ -22,6 +22,8 @@ struct Paged {
   float scale;
 };
 
+constexpr int AHEAD = 2;  // pages of values fetched before they are used
+
 struct Run {
   int64_t token, tokens, context;  // the longest context of the run
 };
@@ -58,10 +60,14 @@ STROP_INLINE void page_mix(int64_t n, const float* weights, int64_t lds, const f
                            int64_t width, float* out) {
   vf acc[M][N] = {};
   for (int64_t at = 0; at < n; at += PAGE) {
-    const float* row = *pages++ + first;
+    const float* row = pages[0] + first;
+    const float* ahead = pages[AHEAD] + first;
+    ++pages;
     const float* left = weights + at;
     const int64_t count = least(PAGE, n - at);
-    for (int64_t k = 0; k < count; ++k, row += width, ++left) {
+    for (int64_t k = 0; k < count; ++k, row += width, ahead += width, ++left) {
+#pragma GCC unroll 8
+      for (int j = 0; j < N; j += 64 / (4 * W)) __builtin_prefetch(ahead + j * W);
       vf right[N];
 #pragma GCC unroll 8
       for (int j = 0; j < N; ++j) right[j] = load(row + j * W);
@@ -140,7 +146,9 @@ class PagedRun {
       scratch.keys.push_back(a_.keys + (table[p] * a_.J + head_) * a_.C * PAGE);
       scratch.values.push_back(a_.values + (table[p] * a_.J + head_) * PAGE * width_);
     }
-    for (int k = 0; k < 4; ++k) scratch.keys.push_back(scratch.keys.back());  // what is fetched ahead of the last page
+    // what is fetched ahead: the first values after the last keys, and nothing new after the last values
+    for (int k = 0; k < 4; ++k) scratch.keys.push_back(scratch.values[least(k, pages_ - 1)]);
+    for (int k = 0; k < AHEAD; ++k) scratch.values.push_back(scratch.values.back());
   }
 
   // body(first row, rows) for register tiles of nearly equal height.
@@ -194,13 +202,15 @@ constexpr int64_t RUNS = 8;              // runs of one task
 // pages cannot be, or -1.
 STROP_INLINE int64_t find_runs(const Paged& a, int64_t requests, std::vector<Run>& runs) {
   const int64_t group = a.H / a.J;
+  int64_t seen = 0;  // pages of the current request that have been looked at
   for (int64_t t = 0; t < a.T; ++t) {
     const int64_t context = a.contexts[t];
     const bool known = a.rows[t] >= 0 && a.rows[t] < requests;
     if (!known || context < 1 || context > a.table_width * PAGE) return t;
     const int32_t* table = a.tables + a.rows[t] * a.table_width;
-    for (int64_t p = 0; p * PAGE < context; ++p)
-      if (table[p] < 0 || table[p] >= a.pages) return t;
+    if (t == 0 || a.rows[t] != a.rows[t - 1]) seen = 0;
+    for (; seen * PAGE < context; ++seen)
+      if (table[seen] < 0 || table[seen] >= a.pages) return t;
     if (!runs.empty() && a.rows[runs.back().token] == a.rows[t]) {
       Run& run = runs.back();
       const int64_t longest = most(run.context, context), rows = (run.tokens + 1) * group;

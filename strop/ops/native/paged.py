@@ -1,4 +1,4 @@
-"""The paged cache's kernels: keys [pages, J, C, PAGE], values [pages, J, PAGE, C_v] with C_v padded to whole vectors."""
+"""The paged cache's kernels: keys [pages, J, C, PAGE], values [pages, J, PAGE, C_v], C_v padded to whole vectors."""
 
 from __future__ import annotations
 
@@ -37,6 +37,7 @@ def attend(
     tables_RB: Tensor,
     row_T: Tensor,
     context_T: Tensor,
+    *,
     scale: float,
     value_channels: int,
 ) -> Tensor:

@@ -41,6 +41,21 @@ STROP_INLINE float sum(vf v) {
   return a[0];
 }
 
+// The sum of value(c) over c = 0, W, 2W, ... below D rounded down to whole vectors, in four chains that hide the latency of
+// an addition; `c` ends where the vectors end.
+template <typename Value>
+STROP_INLINE float sum_vectors(int64_t D, int64_t& c, const Value& value) {
+  vf a{}, b{}, d{}, e{};
+  for (c = 0; c + 4 * W <= D; c += 4 * W) {
+    a += value(c);
+    b += value(c + W);
+    d += value(c + 2 * W);
+    e += value(c + 3 * W);
+  }
+  for (; c + W <= D; c += W) a += value(c);
+  return sum((a + b) + (d + e));
+}
+
 STROP_INLINE float largest(vf v) {
   float a[W];
   std::memcpy(a, &v, sizeof a);
