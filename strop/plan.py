@@ -50,6 +50,7 @@ class Plan:
 
     rows: tuple[tuple[str, str], ...]
     memory: estimate.Memory | None  # None while the model is not here yet
+    machine: float  # MiB of memory that this machine has
     notes: tuple[str, ...]
 
     def __str__(self) -> str:
@@ -58,7 +59,8 @@ class Plan:
         if self.memory is not None:
             parts = self.memory.parts()
             wide = max(map(len, [*parts, "together"]))
-            lines += ["", "memory, MiB (activations and logits are upper bounds)"]
+            has = f"this machine has {self.machine:,.0f}"
+            lines += ["", f"memory, MiB (activations and logits are upper bounds; {has})"]
             lines += [f"  {name:<{wide}}  {size:>10,.1f}" for name, size in parts.items()]
             lines.append(f"  {'together':<{wide}}  {self.memory.total:>10,.1f}")
         return "\n".join([*lines, *(["", *(f"note: {note}" for note in self.notes)] if self.notes else [])])
@@ -74,6 +76,7 @@ class _Facts:
     tokenizer: PreTrainedTokenizerBase | None = None
     renderer: Renderer | None = None
     config: PretrainedConfig | None = None
+    skeleton: PreTrainedModel | None = None  # the model without weights, on the meta device
     shape: estimate.Shape | None = None
     tasks: TaskSet | None = None
     impl: Impl | None = None
@@ -107,7 +110,7 @@ def plan(recipe: Recipe, recipe_path: Path, *, resume: bool = False, may_fetch: 
     if facts.problems:
         raise ConfigError(*dict.fromkeys(facts.problems))
     rows = tuple(_rows(recipe, recipe_path, facts))
-    return Plan(rows=rows, memory=_memory(recipe, facts), notes=tuple(facts.notes))
+    return Plan(rows=rows, memory=_memory(recipe, facts), machine=_machine(), notes=tuple(facts.notes))
 
 
 @contextmanager
@@ -139,7 +142,9 @@ def _check_model(recipe: Recipe, facts: _Facts, may_fetch: bool) -> None:
         facts.config = facts.attempt(lambda: _configuration(model, facts))
     if facts.config is not None:
         config = facts.config
-        facts.shape = facts.attempt(lambda: _measure(config))
+        facts.skeleton = facts.attempt(lambda: _skeleton(config))
+    if facts.skeleton is not None:
+        facts.shape = _measure(facts.skeleton)
     if facts.shape is not None and facts.tokenizer is not None and len(facts.tokenizer) > facts.shape.vocabulary:
         facts.problems.append(
             f"the tokenizer has {len(facts.tokenizer)} tokens and the model {facts.shape.vocabulary}: give the model's "
@@ -206,13 +211,12 @@ def _settings(kind: type[PretrainedConfig]) -> set[str]:
     return names | {"rope_theta", "rope_scaling"} if "rope_parameters" in names else names
 
 
-def _measure(config: PretrainedConfig) -> estimate.Shape:
-    """Count parameters on the meta device, where a model takes no memory."""
-    module = _skeleton(config)
+def _measure(module: PreTrainedModel) -> estimate.Shape:
+    """Parameters counted, tied ones once, and sizes."""
     ends = {*module.get_input_embeddings().parameters(), *_parameters(module.get_output_embeddings())}
     sizes = {parameter: parameter.numel() for parameter in module.parameters()}
     matrices = sum(size for parameter, size in sizes.items() if parameter.ndim == 2 and parameter not in ends)
-    return estimate.shape_of(config, parameters=sum(sizes.values()), matrices=matrices)
+    return estimate.shape_of(module.config, parameters=sum(sizes.values()), matrices=matrices)
 
 
 def _parameters(head: torch.nn.Module | None) -> list[torch.nn.Parameter]:
@@ -220,6 +224,7 @@ def _parameters(head: torch.nn.Module | None) -> list[torch.nn.Parameter]:
 
 
 def _skeleton(config: PretrainedConfig) -> PreTrainedModel:
+    """The model on the meta device, where it takes no memory and has no weights."""
     try:
         with torch.device("meta"):
             return AutoModelForCausalLM.from_config(config)
@@ -315,13 +320,13 @@ def _check_lengths(recipe: Recipe, facts: _Facts) -> None:
 
 def _check_engine(recipe: Recipe, facts: _Facts) -> None:
     """The engine can do what the recipe needs."""
-    if facts.config is None or facts.shape is None:
+    if facts.skeleton is None or facts.shape is None:
         return
-    config, shape, engine = facts.config, facts.shape, recipe.engine
+    shape, engine = facts.shape, recipe.engine
     cache = CacheShape(
         num_layers=shape.layers, num_kv_heads=shape.kv_heads, key_channels=shape.channels, value_channels=shape.channels
     )
-    skeleton = LanguageModel(module=_skeleton(config), impl=Impl.TORCH, cache_shape=cache)
+    skeleton = LanguageModel(module=facts.skeleton, impl=Impl.TORCH, cache_shape=cache)
     needs = Capabilities(shared_prefix=engine.share_prefixes)
     lacks = build_engine(engine, skeleton, trainable=False).capabilities.missing(needs)
     if lacks:
@@ -333,7 +338,7 @@ def _check_engine(recipe: Recipe, facts: _Facts) -> None:
 
 def _check_memory(recipe: Recipe, facts: _Facts) -> None:
     """What surely does not fit this machine is a problem; what may not fit is a note."""
-    memory, machine = _memory(recipe, facts), psutil.virtual_memory().total / estimate.MIB
+    memory, machine = _memory(recipe, facts), _machine()
     if memory is None:
         return
     sure = memory.total - memory.activations - memory.logits
@@ -354,6 +359,10 @@ def _memory(recipe: Recipe, facts: _Facts) -> estimate.Memory | None:
         return None
     impl = facts.impl or Impl.TORCH
     return estimate.memory(facts.shape, recipe, step_tokens=_step_tokens(recipe, facts), impl=impl)
+
+
+def _machine() -> float:
+    return psutil.virtual_memory().total / estimate.MIB
 
 
 def _step_tokens(recipe: Recipe, facts: _Facts) -> int:

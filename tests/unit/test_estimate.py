@@ -96,7 +96,7 @@ def test_the_estimate_is_what_an_engine_keeps(name: str, kernels: str, engine: d
     config = recipe(name, kernels, **engine)
     model = load_model(config.model, vocab_size=256, seed=0)
     trainer = Fsdp2Engine(model, config.engine)
-    shape = _measure(model.config)
+    shape = _measure(model.module)
     memory = estimate.memory(shape, config, step_tokens=10**9, impl=model.impl)
     assert shape.parameters == model.num_parameters()
 
@@ -129,14 +129,14 @@ def test_the_cache_is_what_the_sampler_allocates() -> None:
         impl=model.impl,
     )
     held = sum(tensor.nbytes for tensor in vars(cache).values() if isinstance(tensor, torch.Tensor))
-    memory = estimate.memory(_measure(model.config), config, step_tokens=1, impl=model.impl)
+    memory = estimate.memory(_measure(model.module), config, step_tokens=1, impl=model.impl)
     assert memory.cache * estimate.MIB == held
 
 
 def test_checkpointing_keeps_less_and_says_so() -> None:
     config = recipe("qwen3", "torch", activation_checkpointing=True)
     model = load_model(config.model, vocab_size=256, seed=0)
-    shape = _measure(model.config)
+    shape = _measure(model.module)
     with_it = estimate.memory(shape, config, step_tokens=10**9, impl=model.impl).activations
     without = estimate.memory(shape, recipe("qwen3", "torch"), step_tokens=10**9, impl=model.impl).activations
     kept = kept_for_backward(Fsdp2Engine(model, config.engine), 256) / estimate.MIB
@@ -145,14 +145,14 @@ def test_checkpointing_keeps_less_and_says_so() -> None:
 
 def test_a_small_step_needs_less_than_a_full_pack() -> None:
     config = recipe("qwen3", "torch")
-    shape = _measure(load_model(config.model, vocab_size=256, seed=0).config)
+    shape = _measure(load_model(config.model, vocab_size=256, seed=0).module)
     small, full = (estimate.memory(shape, config, step_tokens=n, impl=estimate.Impl.TORCH) for n in (128, TOKENS))
     assert small.activations == full.activations / 8
 
 
 def test_disk_counts_the_newest_the_best_and_the_export() -> None:
     config = recipe("qwen3", "torch")
-    shape = _measure(load_model(config.model, vocab_size=256, seed=0).config)
+    shape = _measure(load_model(config.model, vocab_size=256, seed=0).module)
     one, weights = estimate.checkpoint_bytes(shape, config), 4 * shape.parameters
     many = config.model_copy(update={"run": config.run.model_copy(update={"save_every": 1, "keep": 5})})
     assert estimate.disk_bytes(shape, many) == 7 * one + weights  # five newest, the best, the one being written
