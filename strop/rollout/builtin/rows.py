@@ -10,24 +10,17 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from strop.rollout.builtin.draw import Drawn, Float64s, Int64s, Settings, uniforms
 from strop.rollout.builtin.pages import Digest, pages_for
+from strop.tokens.stops import StopState
 from strop.types import Bools, Completion, Float32s, Int32s, SamplingParams, Stop
 
 ScalarT = TypeVar("ScalarT", bound=np.generic)
-
-
-class Matcher(Protocol):
-    """Follows one request's stop strings."""
-
-    def push(self, token: int) -> bool:
-        """Take the next sampled token; True when it completes a stop string."""
-        ...
 
 
 @dataclass(slots=True)
@@ -48,12 +41,12 @@ class Request:
     num_prompt: int
     text: Text  # as of the moment it last left its row
     answer: asyncio.Future[Completion]
-    matcher: Matcher | None  # follows the stop strings; None without any
+    matcher: StopState | None  # follows the stop strings; None without any
     digests: list[Digest] = field(default_factory=list)  # of the text's first full pages
 
     @classmethod
     def new(
-        cls, prompt: Int32s, params: SamplingParams, answer: asyncio.Future[Completion], matcher: Matcher | None
+        cls, prompt: Int32s, params: SamplingParams, answer: asyncio.Future[Completion], matcher: StopState | None
     ) -> Request:
         nothing = np.zeros(len(prompt), np.float32)
         text = Text(np.asarray(prompt, np.int32), nothing, nothing, np.full(len(prompt), -1, np.int32))

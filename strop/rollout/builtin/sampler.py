@@ -67,6 +67,11 @@ class BuiltinSampler:
     def version(self) -> int:
         return self._version
 
+    @property
+    def cache_bytes(self) -> int:
+        """Memory that keys and values take now: 0 asleep."""
+        return 0 if self._cache is None else self._cache.num_bytes
+
     async def sample(self, prompt: Prompt, params: SamplingParams) -> Completion:
         self._check(prompt, params)
         answer: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()

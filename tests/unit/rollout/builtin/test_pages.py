@@ -82,9 +82,11 @@ def test_taking_more_than_there_is_raises_and_takes_nothing():
     assert pool.num_free == 2
 
 
-@given(st.lists(st.tuples(st.sampled_from(["hold", "drop", "forget"]), st.integers(0, 5), st.integers(1, 4)), max_size=60))
+@given(
+    st.lists(st.tuples(st.sampled_from(["hold", "drop", "forget"]), st.integers(0, 5), st.integers(1, 4)), max_size=60)
+)
 def test_no_page_is_lost_or_given_twice(actions):
-    """Whatever happens: held and free pages add up, and a text is only ever found on the pages that were filled with it."""
+    """Whatever happens: held and free pages add up, and a text is only found on pages that were filled with it."""
     pool, contents = PagePool(9), {}
     held: list[list[int]] = []
     for action, which, length in actions:

@@ -40,19 +40,20 @@ class World:
     def step(self) -> Plan:
         plan = self.scheduler.plan()
         assert len(set(plan.slot_T.tolist())) == len(plan.slot_T), "two tokens of one pass share a slot"
-        for token, position, row, slot in zip(plan.token_T, plan.position_T, plan.row_T, plan.slot_T, strict=True):
+        columns = (plan.token_T, plan.position_T, plan.row_T, plan.slot_T)
+        for token, position, row, slot in zip(*(column.tolist() for column in columns), strict=True):
             assert self.text(row)[position] == token
             self.slots[slot] = self.text(row)[: position + 1].tobytes()
-        for position, row in zip(plan.position_T, plan.row_T, strict=True):
+        for position, row in zip(plan.position_T.tolist(), plan.row_T.tolist(), strict=True):
             self.check_sees_its_own_text(row, position + 1)
         for src, dst in plan.copies:
             self.slots[dst * PAGE : (dst + 1) * PAGE] = self.slots[src * PAGE : (src + 1) * PAGE]
         last = plan.last_M if plan.of_N is None else plan.last_M[plan.of_N]
-        for n, row in enumerate(plan.row_N):
-            source = plan.row_T[last[n]]
+        for n, row in enumerate(plan.row_N.tolist()):
+            source = int(plan.row_T[last[n]])
             assert plan.position_T[last[n]] == self.rows.length_R[row] - 1
             assert self.text(source).tobytes() == self.text(row).tobytes(), "a twin draws from another text"
-            self.check_sees_its_own_text(row, self.rows.length_R[row])
+            self.check_sees_its_own_text(row, int(self.rows.length_R[row]))
         self.computed += len(plan.token_T)
         self.steps += 1
         if len(plan.row_N):
@@ -172,13 +173,13 @@ def test_new_weights_send_everybody_back_in_order_and_nothing_old_is_found():
         world.scheduler.add(each)
     for _ in range(5):
         world.step()
-    before = [world.rows.requests[row] for row in world.scheduler._running]
+    before = [world.rows.request(row) for row in world.scheduler._running]
     world.scheduler.interrupt_all()
     assert world.scheduler.num_running == 0
     world.slots = [None] * len(world.slots)
     plan = world.step()
     assert len(plan.token_T) == sum(len(r.text.tokens) for r in before)
-    assert [world.rows.requests[row] for row in world.scheduler._running] == before
+    assert [world.rows.request(row) for row in world.scheduler._running] == before
     world.run()
 
 
@@ -195,14 +196,16 @@ def test_a_failed_step_loses_its_own_requests_and_keeps_those_that_wait():
 
 
 actions_taken = st.lists(
-    st.tuples(st.sampled_from(["add", "add", "step", "step", "step", "cancel", "update", "follow"]), st.integers(0, 10**6)),
+    st.tuples(
+        st.sampled_from(["add", "add", "step", "step", "step", "cancel", "update", "follow"]), st.integers(0, 10**6)
+    ),
     max_size=40,
 )
 
 
 @given(actions_taken, st.integers(1, 5), st.integers(3, 12), st.integers(1, 40))
 def test_every_token_always_sees_exactly_its_own_text(actions, num_rows, num_pages, prefill_tokens):
-    """Requests of few distinct prompts come, are cancelled, continued and interrupted at random; all that remain end."""
+    """Requests of few distinct prompts come, are cancelled, continued, interrupted at random; all that remain end."""
     world = World(num_rows, num_pages, prefill_tokens)
     known: list[Request] = []
     cancelled: list[Request] = []
