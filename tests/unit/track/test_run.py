@@ -220,6 +220,20 @@ def test_the_best_checkpoint_is_kept_beside_the_newest(tmp_path: Path) -> None:
     assert len(run.store.names()) == 2
 
 
+def test_a_resumed_run_knows_the_best_so_far(tmp_path: Path) -> None:
+    run = Run.start(tmp_path / "run", recipe(save_every=2), decode=decode)
+    asyncio.run(run.begin("grpo", FakeEngine(), FakeStream()))
+    run.record_evaluation(evaluation("grpo", 2, 0.6))
+    end_step(run, 2)
+    run.close()
+    with Run.resume(tmp_path / "run", recipe(save_every=2), decode=decode) as run:
+        asyncio.run(run.begin("grpo", FakeEngine(), FakeStream()))
+        run.record_evaluation(evaluation("grpo", 3, 0.5))
+        end_step(run, 3)
+        best = run.store.pinned(BEST)
+        assert best is not None and best.state.step == 2
+
+
 def test_the_best_is_saved_when_nothing_else_is_due_and_only_if_asked_for(tmp_path: Path) -> None:
     for keep_best, steps in ((True, [1, 3]), (False, [])):
         cfg = recipe(save_every=0, keep=9)
