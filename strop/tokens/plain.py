@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import TYPE_CHECKING, cast
 
 import numpy as np
 
 from strop.errors import ConfigError, DataError
-from strop.tokens.template import content_text
+from strop.tokens.template import CACHED_PROMPTS, content_text
 from strop.types import Int32s, Message
 
 if TYPE_CHECKING:
@@ -29,13 +30,19 @@ class PlainRenderer:
         self._tokenizer = tokenizer
         self._stop_tokens = tuple(end_tokens)
         self._system = system or ""
+        self._cached_start = lru_cache(maxsize=CACHED_PROMPTS)(self._start_of)
 
     @property
     def stop_tokens(self) -> tuple[int, ...]:
         return self._stop_tokens
 
     def start(self, messages: list[Message]) -> Int32s:
-        return self._encode(self._system + _joined(messages))
+        return self._cached_start(self._system + _joined(messages))
+
+    def _start_of(self, text: str) -> Int32s:
+        tokens = self._encode(text)
+        tokens.flags.writeable = False  # one array for all who ask
+        return tokens
 
     def observe(self, history: list[Message], new: list[Message], last: Int32s) -> Int32s | None:
         return self._encode(_joined(new))

@@ -10,6 +10,7 @@ must not have changed, and the text behind it is what follows the reply. Sampled
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, cast
@@ -24,7 +25,7 @@ from strop.types import Int32s, Message
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-_CACHED_PROMPTS = 1024  # a group's attempts share one prompt
+CACHED_PROMPTS = 1024  # a group's attempts share one prompt
 
 
 class TemplateRenderer:
@@ -41,7 +42,7 @@ class TemplateRenderer:
             raise ConfigError("the tokenizer has no chat template: set renderer.kind to plain, or name one that has")
         self._tokenizer = tokenizer
         self._system = system
-        self._encode = lru_cache(maxsize=_CACHED_PROMPTS)(self._encode_uncached)
+        self._cached_start = lru_cache(maxsize=CACHED_PROMPTS)(self._start_of)
         self._parts = self._takes_parts()
         question = self._render([Message(role="user", content="?")], reply_next=True)
         self._opens_thinking = question.rstrip().endswith(OPEN_THINK)
@@ -57,7 +58,12 @@ class TemplateRenderer:
         return self._stop_tokens
 
     def start(self, messages: list[Message]) -> Int32s:
-        return self._encode(self._render(messages, reply_next=True))
+        return self._cached_start(json.dumps(messages))
+
+    def _start_of(self, messages: str) -> Int32s:
+        tokens = self._encode(self._render(json.loads(messages), reply_next=True))
+        tokens.flags.writeable = False  # one array for all who ask
+        return tokens
 
     def observe(self, history: list[Message], new: list[Message], last: Int32s) -> Int32s | None:
         reply, before = history[-1], history[:-1]
@@ -167,10 +173,8 @@ class TemplateRenderer:
             raise DataError(f"the chat template refuses a conversation of roles {roles}: {error}") from error
         return cast("str", text)
 
-    def _encode_uncached(self, text: str) -> Int32s:
-        tokens = np.asarray(self._tokenizer.encode(text, add_special_tokens=False), np.int32)
-        tokens.flags.writeable = False  # cached and shared
-        return tokens
+    def _encode(self, text: str) -> Int32s:
+        return np.asarray(self._tokenizer.encode(text, add_special_tokens=False), np.int32)
 
     def _decode(self, ids: list[int]) -> str:
         decoded = self._tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)

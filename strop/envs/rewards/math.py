@@ -58,7 +58,7 @@ class MathReward:
             if verdict["unreadable"] == "right":
                 raise DataError(f"task {task.id}: its answer {right!r:.60} cannot be read as mathematics")
             return Invalid("no mathematics")
-        return Invalid("took too long") if "late" in verdict else float(verdict["equal"])
+        return Invalid("no verdict in time") if "late" in verdict else float(verdict["equal"])
 
     def _compare(self, right: str, said: str) -> dict[str, Any]:
         """Ask the worker, one question at a time. One that is late is killed; the next question starts another."""

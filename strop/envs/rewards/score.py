@@ -44,7 +44,7 @@ async def score_reply(reward: Reward, task: Task, reply: str) -> Score:
     What the function itself raises passes through: the episode then fails, and failures are counted, never scored 0.
     """
     result = reward(task, reply)
-    if inspect.isawaitable(result):
+    if not isinstance(result, float) and inspect.isawaitable(result):
         result = await result
     if isinstance(result, Invalid):
         return Score(0.0, {INVALID: 1.0})
