@@ -116,11 +116,12 @@ def _outcome(history: History) -> str:
     first, last = stage.evaluations[0], stage.evaluations[-1]
     before, after = first["sampled_accuracy"], last["sampled_accuracy"]
     best = max(stage.evaluations, key=lambda row: row["sampled_accuracy"])
+    kind = "to" if after > before else "worse" if after < before else "from"
     highest = f"; best {best['sampled_accuracy']:.1%} after step {best['step']}"
     peak = highest if best["sampled_accuracy"] > after else ""
     return (
         f'<p class="big"><span class="from">{before:.1%}</span><span class="arrow">&rarr;</span>'
-        f'<span class="{"to" if after >= before else "worse"}">{after:.1%}</span></p>'
+        f'<span class="{kind}">{after:.1%}</span></p>'
         f'<p class="dim">held-out accuracy (sampled) before and after {last["step"] - first["step"]} steps of '
         f"{_text(stage.name.upper())}{peak}</p>{_tally(pair_answers(stage, history.solved_at))}"
     )
@@ -181,7 +182,7 @@ def _before_after(history: History) -> str:
 def _pair(pair: Pair, first: int, last: int, solved_at: float) -> str:
     before, after = pair.before, pair.after
     return (
-        f'<div class="card pair"><div class="task"><div class="label"><span>{_text(before["task_id"])}</span>'
+        f'<div class="card pair"><div class="task"><div class="label"><span>{_text(_short_id(before["task_id"]))}</span>'
         f'<span>{pair.change}</span></div><pre class="prompt">{_long(before["prompt"])}</pre>'
         f'<div class="label"><span>expected: {_text(_cut(str(before["expected"]), 200))}</span></div></div>'
         f"{_reply(f'step {first}', before['reply'], before['reward'], solved_at)}"
@@ -196,6 +197,11 @@ def _reply(label: str, reply: str, reward: float | None, solved_at: float) -> st
         f'<div class="reply {kind}"><div class="label"><span>{_text(label)}</span><b>{shown}</b></div>'
         f"<pre>{_long(reply)}</pre></div>"
     )
+
+
+def _short_id(task_id: str) -> str:
+    """A task's id without the folder that its source lies in."""
+    return task_id.rpartition("/")[2]
 
 
 def _cut(text: str, count: int) -> str:
@@ -252,7 +258,7 @@ def _samples(history: History) -> str:
 def _sample(row: Row, solved_at: float) -> str:
     label = f"{row['why']} of step {row['step']}, {row['tokens']} tokens, ended by {row['ending']}"
     return (
-        f'<div class="card pair"><div class="task"><div class="label"><span>{_text(row["task_id"])}</span></div>'
+        f'<div class="card pair"><div class="task"><div class="label"><span>{_text(_short_id(row["task_id"]))}</span></div>'
         f'<pre>{_long(row["prompt"])}</pre></div><div class="task">'
         f"{_reply(label, row['reply'], row['reward'], solved_at)}</div></div>"
     )

@@ -21,8 +21,11 @@ def print_summary(folder: Path, report: Path, console: Console) -> None:
     """Print what a run came to. The folder may hold any run, finished or not."""
     history = read_history(folder)
     if any(stage.evaluations for stage in history.stages):
+        console.print(Text("\nheld-out accuracy", style="bold"))
         console.print(_accuracies(history))
     if history.measured is not None:
+        title = f"the same held-out tasks before and after {history.measured.name}"
+        console.print(Text(title, style="bold"), soft_wrap=True)
         console.print(_answers(history.measured, history.solved_at))
     steps = ", ".join(f"{len(stage.metrics)} steps of {stage.name}" for stage in history.stages)
     console.print(Text(f"{steps or 'no steps'} in {duration(history.seconds)}"))
@@ -30,7 +33,7 @@ def print_summary(folder: Path, report: Path, console: Console) -> None:
 
 
 def _accuracies(history: History) -> Table:
-    table = Table(title="held-out accuracy", title_justify="left")
+    table = Table()
     table.add_column("")
     table.add_column("step", justify="right")
     measured = [(stage.name, row) for stage in history.stages for row in _ends(stage)]
@@ -50,7 +53,7 @@ def _ends(stage: Stage) -> list[Row]:
 
 
 def _answers(stage: Stage, solved_at: float) -> Table:
-    table = Table(title=f"the same held-out tasks before and after {escape(stage.name)}", title_justify="left")
+    table = Table()
     for column in ("task", "before", "after", "expected"):
         table.add_column(column, overflow="fold")
     for pair in show_pairs(pair_answers(stage, solved_at), _PAIRS):
