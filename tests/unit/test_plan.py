@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from hashlib import sha256
 from pathlib import Path
 from types import SimpleNamespace
@@ -107,8 +108,9 @@ def test_the_printed_plan_says_what_the_run_does(folder: Path) -> None:
         assert part in text, f"{part!r} is not in\n{text}"
 
 
-def test_a_plan_writes_nothing(folder: Path) -> None:
+def test_a_plan_writes_nothing(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Not even compiled Python beside the user's files."""
+    monkeypatch.setattr(sys, "dont_write_bytecode", False)
     before = tree(folder)
     made(folder)
     problems(folder, "tasks.holdout=40")

@@ -107,6 +107,7 @@ def test_values_survive_the_round_trip(value: object) -> None:
 )
 def test_texts_that_look_like_something_else_stay_texts(text: str) -> None:
     assert parse(f"key: {inline(text)}", "here") == {"key": text}
+    assert inline(text).startswith('"')
 
 
 def test_dump_refuses_what_cannot_come_back() -> None:
