@@ -30,9 +30,11 @@ def place(cost_B: Int64s, size_B: Int64s, *, capacity: int, multiple: int) -> tu
 
     Bundles go, costliest first, into the least loaded bin with room for them (Graham's longest-processing-time rule,
     at most 4/3 of the best possible maximum where room does not bind). The number of bins is the smallest multiple of
-    `multiple` for which that works; bins are empty only when there are more bins than bundles. Every size is at most
-    `capacity`.
+    `multiple` for which that works; bins are empty only when there are more bins than bundles. Raises ValueError for a
+    bundle that no bin can hold.
     """
+    if size_B.max(initial=0) > capacity:
+        raise ValueError(f"a bundle of {size_B.max()} tokens does not fit a bin of {capacity}")
     bins = _round_up(-(-int(size_B.sum()) // capacity), multiple)
     order_B = np.argsort(-cost_B, kind="stable")
     while True:

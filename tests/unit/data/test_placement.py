@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from strop.data.placement import TOKEN_COST, cost, place
@@ -31,26 +31,34 @@ def test_a_prefix_and_its_branch_cost_what_the_whole_text_does() -> None:
     assert cost(np.array([60]), np.array([0])) + cost(np.array([40]), np.array([60])) == whole
 
 
-@given(st.lists(st.integers(1, 1000), min_size=1, max_size=80), st.integers(1, 8), st.integers(1, 6))
-def test_rounds_choose_as_one_by_one_does(sizes: list[int], bins: int, multiple: int) -> None:
+@given(st.lists(st.integers(1, 1000), min_size=1, max_size=60), st.integers(1, 6))
+@example([10, 1, 1, 1, 1, 1], 2)
+def test_rounds_choose_as_one_by_one_does(sizes: list[int], bins: int) -> None:
     """Where room does not bind, placing many bundles at once gives the loads of the plain rule."""
     size_B = np.array(sizes)
-    capacity = int(size_B.sum())
-    bin_B, used = place(size_B, size_B, capacity=capacity, multiple=multiple * bins)
-    assert used == multiple * bins
+    bin_B, used = place(size_B, size_B, capacity=int(size_B.sum()), multiple=bins)
+    assert used == bins
     loads = np.bincount(bin_B, weights=size_B, minlength=used)
     assert sorted(loads.tolist()) == one_by_one(sizes, used)
     assert loads.tolist() == sorted(loads.tolist(), reverse=True)
 
 
-@given(st.lists(st.integers(1, 100), min_size=1, max_size=60), st.integers(100, 400), st.integers(1, 5))
-def test_no_bin_overflows_and_every_rank_gets_as_many(sizes: list[int], capacity: int, multiple: int) -> None:
-    size_B = np.array(sizes)
-    bin_B, bins = place(cost(size_B, np.zeros_like(size_B)), size_B, capacity=capacity, multiple=multiple)
+@given(
+    st.lists(st.tuples(st.integers(1, 100), st.integers(1, 10_000)), min_size=1, max_size=60),
+    st.integers(100, 400),
+    st.integers(1, 5),
+)
+@example([(50, 100), (50, 99), (10, 50), (60, 49)], 100, 1)
+def test_no_bin_overflows_and_every_rank_gets_as_many(
+    bundles: list[tuple[int, int]], capacity: int, multiple: int
+) -> None:
+    """Whatever the costs are: a long shared prefix makes short bundles costly."""
+    size_B, cost_B = np.array(bundles).T
+    bin_B, bins = place(cost_B, size_B, capacity=capacity, multiple=multiple)
     fill = np.bincount(bin_B, weights=size_B, minlength=bins)
     assert bins % multiple == 0
     assert fill.max() <= capacity
-    assert np.count_nonzero(fill == 0) == max(bins - len(sizes), 0)
+    assert np.count_nonzero(fill == 0) == max(bins - len(bundles), 0)
 
 
 @pytest.mark.parametrize("count", [64, 1000])
@@ -69,3 +77,9 @@ def test_late_bins_are_as_full_as_early_ones() -> None:
     bin_B, bins = place(size_B, size_B, capacity=100, multiple=2)
     assert bins == 10
     assert sorted(bin_B.tolist()) == list(range(9))
+
+
+def test_a_bundle_that_no_bin_can_hold_is_refused() -> None:
+    size_B = np.array([3, 11])
+    with pytest.raises(ValueError, match="a bundle of 11 tokens does not fit a bin of 10"):
+        place(size_B, size_B, capacity=10, multiple=1)
