@@ -286,5 +286,6 @@ def _sample_panel(sample: Sample) -> RenderableType:
     reward = "no reward" if sample.reward is None else f"reward {sample.reward:g}"
     prompt = clean(sample.prompt[-_SAMPLE_CHARACTERS:]).strip()
     body = Text.assemble((prompt, "dim"), "\n", clean(sample.reply[:_SAMPLE_CHARACTERS]).strip(), overflow="fold")
-    title = Text(f"{clean(sample.task_id.rpartition("/")[2])}: {sample.why} of the step, {reward}, {sample.tokens} tokens")
+    task = clean(sample.task_id.rpartition("/")[2])
+    title = Text(f"{task}: {sample.why} of the step, {reward}, {sample.tokens} tokens")
     return Panel(body, title=title, title_align="left", border_style="dim", height=None)

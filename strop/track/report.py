@@ -180,9 +180,9 @@ def _before_after(history: History) -> str:
 
 
 def _pair(pair: Pair, first: int, last: int, solved_at: float) -> str:
-    before, after = pair.before, pair.after
+    before, after, task = pair.before, pair.after, _text(_short_id(pair.before["task_id"]))
     return (
-        f'<div class="card pair"><div class="task"><div class="label"><span>{_text(_short_id(before["task_id"]))}</span>'
+        f'<div class="card pair"><div class="task"><div class="label"><span>{task}</span>'
         f'<span>{pair.change}</span></div><pre class="prompt">{_long(before["prompt"])}</pre>'
         f'<div class="label"><span>expected: {_text(_cut(str(before["expected"]), 200))}</span></div></div>'
         f"{_reply(f'step {first}', before['reply'], before['reward'], solved_at)}"
@@ -257,8 +257,9 @@ def _samples(history: History) -> str:
 
 def _sample(row: Row, solved_at: float) -> str:
     label = f"{row['why']} of step {row['step']}, {row['tokens']} tokens, ended by {row['ending']}"
+    task = _text(_short_id(row["task_id"]))
     return (
-        f'<div class="card pair"><div class="task"><div class="label"><span>{_text(_short_id(row["task_id"]))}</span></div>'
+        f'<div class="card pair"><div class="task"><div class="label"><span>{task}</span></div>'
         f'<pre>{_long(row["prompt"])}</pre></div><div class="task">'
         f"{_reply(label, row['reply'], row['reward'], solved_at)}</div></div>"
     )
