@@ -180,3 +180,35 @@ def test_value_loss_reads_only_what_is_trained(clip: float | None) -> None:
     torch.testing.assert_close(results[0][0], torch.tensor(expected))
     slope = [-0.25, 0.0, -4.0, 0.0] if clip is None else [0.0, 0.0, -4.0, 0.0]  # past its clip a value is left alone
     torch.testing.assert_close(results[0][1], torch.tensor(slope))
+
+
+@pytest.mark.parametrize("sign", [1.0, -1.0])
+@pytest.mark.parametrize(
+    "loss",
+    [
+        ClippedSurrogate(clip_low=0.0, clip_high=0.0),
+        CISPO(ratio_min=1.0, ratio_max=1.0),
+        DPPOTotalVariation(low=0.0, high=0.0, ratio_max=1.0),
+        GMPO(clip_low=0.0, clip_high=0.0),
+        GSPO(clip_low=0.0, clip_high=0.0),
+    ],
+)
+def test_a_ratio_on_its_bound_is_not_clipped(loss: PolicyLoss, sign: float) -> None:
+    """On the policy's own data every ratio is exactly 1: nothing counts as clipped, and the gradient is REINFORCE's."""
+    logprobs_T = OLD.clone().requires_grad_()
+    inputs = PolicyInputs(behavior_logprobs_T=OLD, advantages_T=torch.full((4,), sign))
+    loss_T, metrics = loss(Outputs(logprobs_T=logprobs_T), inputs, LAYOUT, MASK)
+    loss_T.sum().backward()
+    assert logprobs_T.grad is not None
+    torch.testing.assert_close(logprobs_T.grad, torch.full((4,), -sign))
+    assert all(m.result == 0.0 for name, m in metrics.items() if "clip_fraction" in name)
+
+
+def test_published_values_are_the_defaults() -> None:
+    assert (SAPO().temperature_good, SAPO().temperature_bad) == (1.0, 1.05)
+    assert (GMPO().clip_low, GMPO().clip_high) == (0.4, 0.4)
+    assert DPPOTotalVariation(low=0.1, high=0.1).ratio_max == 20.0
+    assert KLCov().coefficient == 1.0
+    assert CISPO(ratio_max=5.0).ratio_min == 0.0
+    assert PolicyGradient().kl_estimator is Estimator.K3
+    assert (PolicyGradient().kl_coefficient, PolicyGradient().entropy_coefficient) == (0.0, 0.0)
