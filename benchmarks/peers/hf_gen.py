@@ -9,6 +9,7 @@ import argparse
 import json
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM, GenerationConfig
@@ -17,7 +18,7 @@ from benchmarks.peers import common
 from benchmarks.peers.ids import prompt_ids
 
 
-def generate(model, prompts: list[list[int]], config: GenerationConfig) -> int:
+def generate(model: Any, prompts: list[list[int]], config: GenerationConfig) -> int:
     """All prompts in one left-padded batch, with the cache that transformers takes by default. Returns tokens drawn."""
     longest = max(map(len, prompts))
     ids = torch.tensor([[common.PAD] * (longest - len(prompt)) + prompt for prompt in prompts])
@@ -27,7 +28,7 @@ def generate(model, prompts: list[list[int]], config: GenerationConfig) -> int:
     return int((ended_before == 0).sum())
 
 
-def generate_batch(model, prompts: list[list[int]], config: GenerationConfig) -> int:
+def generate_batch(model: Any, prompts: list[list[int]], config: GenerationConfig) -> int:
     answers = model.generate_batch(prompts, generation_config=config, progress_bar=False)
     return sum(len(answer.generated_tokens) for answer in answers.values())
 

@@ -29,7 +29,7 @@ def cpu_seconds() -> float:
 
 
 def main() -> None:
-    from vllm import LLM, SamplingParams
+    from vllm import LLM, SamplingParams  # pyright: ignore[reportMissingImports]
 
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("workload", choices=common.WORKLOADS)

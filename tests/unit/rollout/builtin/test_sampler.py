@@ -1,4 +1,4 @@
-"""What only the built-in sampler promises: how little it computes, how it keeps going, and that it waits without work."""
+"""What only the built-in sampler promises: how little it computes, how it keeps going, that it rests without work."""
 
 from __future__ import annotations
 
@@ -173,9 +173,10 @@ def test_requests_left_in_a_closing_loop_are_forgotten(model: Watched):
     sampler = sampler_of(model, max_running=2)
 
     async def leave() -> None:
-        for n in range(4):
-            asyncio.ensure_future(sampler.sample(Prompt(tokens(9, n)), SamplingParams(max_tokens=50)))
+        params = SamplingParams(max_tokens=50)
+        left = [asyncio.ensure_future(sampler.sample(Prompt(tokens(9, n)), params)) for n in range(4)]
         await sampler.sample(Prompt(tokens(2)), SamplingParams(max_tokens=2))
+        assert not all(task.done() for task in left)
 
     asyncio.run(leave())
     model.passes.clear()

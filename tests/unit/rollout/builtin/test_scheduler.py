@@ -94,6 +94,42 @@ def test_a_group_that_arrives_at_once_computes_its_prompt_once():
     assert world.ended == group
 
 
+def test_two_groups_draw_from_their_own_prompts():
+    """`step` checks that every twin's logits are those of its own text."""
+    world = World(num_rows=8, num_pages=32, prefill_tokens=64)
+    for seed in range(8):
+        world.scheduler.add(request([1 + seed % 2] * 21, 3, seed))
+    plan = world.step()
+    assert len(plan.token_T) == 42
+    assert len(plan.last_M) == 2 and len(plan.row_N) == 8
+    world.run()
+
+
+def test_a_known_prompt_of_whole_pages_still_computes_its_last_page():
+    """The last token's hidden state draws the next one, and it is not in the cache."""
+    world = World(num_rows=2, num_pages=16, prefill_tokens=64)
+    for seed in range(2):
+        world.scheduler.add(request([1] * 2 * PAGE, 1, seed))
+        assert len(world.step().token_T) == (2 - seed) * PAGE
+    assert len(world.ended) == 2
+
+
+def test_pages_that_were_not_computed_again_are_not_known():
+    """New weights, a long text computed again in parts, and cancelled half way: the rest of its pages hold nothing."""
+    world = World(num_rows=2, num_pages=16, prefill_tokens=2 * PAGE)
+    long = request([1] * 6 * PAGE, 4, stops=())
+    world.scheduler.add(long)
+    for _ in range(3):
+        world.step()
+    world.scheduler.interrupt_all()
+    world.slots = [None] * len(world.slots)
+    world.step()
+    world.scheduler.drop(long)
+    world.scheduler.add(request([1] * 6 * PAGE, 1))
+    world.run()
+    assert len(world.ended) == 1
+
+
 def test_a_prompt_of_whole_pages_copies_nothing():
     world = World(num_rows=4, num_pages=16, prefill_tokens=64)
     for seed in range(4):
@@ -195,6 +231,7 @@ def test_a_failed_step_loses_its_own_requests_and_keeps_those_that_wait():
     assert world.ended == requests[2:]
 
 
+LENGTHS = (1, PAGE - 1, PAGE, PAGE + 1, 2 * PAGE, 2 * PAGE + 5)  # few, so that texts meet
 actions_taken = st.lists(
     st.tuples(
         st.sampled_from(["add", "add", "step", "step", "step", "cancel", "update", "follow"]), st.integers(0, 10**6)
@@ -222,7 +259,7 @@ def test_every_token_always_sees_exactly_its_own_text(actions, num_rows, num_pag
             world.scheduler.interrupt_all()
             world.slots = [None] * len(world.slots)
         elif action in ("add", "follow"):
-            prompt = [1 + number % 2] * (1 + number % (room - 1))
+            prompt = [1 + number % 2] * min(LENGTHS[number // 2 % len(LENGTHS)], room - 1)
             if action == "follow" and world.ended:
                 prompt = [*world.ended[number % len(world.ended)].text.tokens.tolist(), 4, 4][: room - 1]
             new = request(prompt, 1 + number // 7 % min(30, room - len(prompt)), seed=number)
