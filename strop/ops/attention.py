@@ -92,11 +92,11 @@ def dense_attention(
     Every query needs a key that it may see. The softmax runs in float32, or in float64 for float64 inputs.
     """
     *lead, M, H, C = q_MHC.shape
-    J = k_NJC.shape[-2]
-    q_JGMC = q_MHC.reshape(*lead, M, J, H // J, C).movedim(-4, -2)
-    k_J1CN = k_NJC.movedim(-3, -1).unsqueeze(-3)
-    v_J1NC = v_NJC.movedim(-3, -2).unsqueeze(-3)
-    scores = torch.matmul(q_JGMC, k_J1CN) * scale
+    J, CV = v_NJC.shape[-2:]
+    G = H // J
+    # a group's heads are rows of one product with their common keys: broadcasting would copy the keys for each head
+    q_JRC = q_MHC.reshape(*lead, M, J, G, C).movedim(-4, -2).reshape(*lead, J, G * M, C)
+    scores = torch.matmul(q_JRC, k_NJC.movedim(-3, -1)).unflatten(-2, (G, M)) * scale
     if softcap is not None:
         scores = torch.tanh(scores / softcap) * softcap
     scores = scores.masked_fill(~allowed_MN[..., None, None, :, :], float("-inf"))
@@ -104,10 +104,10 @@ def dense_attention(
     if sinks_H is None:
         weights = torch.softmax(wide, dim=-1)
     else:
-        sinks = sinks_H.to(wide.dtype).reshape(J, H // J, 1, 1).expand(*wide.shape[:-1], 1)
+        sinks = sinks_H.to(wide.dtype).reshape(J, G, 1, 1).expand(*wide.shape[:-1], 1)
         weights = torch.softmax(torch.cat((wide, sinks), dim=-1), dim=-1)[..., :-1]
-    mixed_JGMC = torch.matmul(weights.to(v_NJC.dtype), v_J1NC)
-    return mixed_JGMC.movedim(-2, -4).reshape(*lead, M, H, v_NJC.shape[-1])
+    mixed_JRC = torch.matmul(weights.to(v_NJC.dtype).flatten(-3, -2), v_NJC.movedim(-3, -2))
+    return mixed_JRC.unflatten(-2, (G, M)).movedim(-2, -4).reshape(*lead, M, H, CV)
 
 
 def _one_sequence(q_MHC: Tensor, k_NJC: Tensor, v_NJC: Tensor, scale: float) -> Tensor:
