@@ -33,8 +33,9 @@ Int64s = NDArray[np.int64]
 class Batch(Generic[InputsT]):
     """Packed sequences for one forward pass: tensors [T], no padding anywhere. Engines never split a Batch.
 
-    Every token is here; the last target of a sequence is -1 with its mask off and weight 0. `mask_T` says which targets
-    count, `weights_T` holds the normalisation and may be zero or negative: neither stands for the other.
+    Every token is here; the last target of a text is -1 with its mask off and weight 0. A shared prefix goes on in its
+    branches: its last target is the token that they all begin with. `mask_T` says which targets count, `weights_T`
+    holds the normalisation and may be zero or negative: neither stands for the other.
     """
 
     tokens_T: Tensor  # int64
@@ -237,6 +238,8 @@ class _Columns:
         self.spans = [slice(lo, hi) for lo, hi in pairwise(edges)]
         self.tokens_T = texts.tokens_T[self._source_T].astype(np.int64)
         self.targets_T = self._shift(self.tokens_T, -1)
+        prefixes = np.flatnonzero((plan.parent_S[:-1] < 0) & (plan.parent_S[1:] >= 0))  # their branches follow them
+        self.targets_T[self._last_S[prefixes]] = texts.tokens_T[plan.start_S[prefixes] + plan.length_S[prefixes]]
         self.mask_T = self.next(texts.sampled_T, False)
         self.weights_T = self.spread(weight_N[plan.unit_S])
 

@@ -9,7 +9,8 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from strop.data.packing import Example, pack_examples
+from strop.algos.losses import PolicyInputs
+from strop.data.packing import Batch, Example, pack_examples
 from strop.types import Completion, Group, Segment, Stop, Trajectory
 from tests.unit.data.groups import pack, spare, texts, trained
 
@@ -62,6 +63,16 @@ def expected_texts(groups: list[Group], advantages_PG: np.ndarray) -> Counter[tu
     return Counter(tuple(s.tokens.tolist()) for t in kept for s in t.segments if s.sampled[1:].any())
 
 
+def predictions(batches: list[Batch[PolicyInputs]]) -> set[tuple[tuple[int, ...], int]]:
+    """(text up to a row, its target) for every row: sharing writes each of them once, and no other."""
+    found: set[tuple[tuple[int, ...], int]] = set()
+    for batch in batches:
+        whole, positions, targets = texts(batch), batch.layout.positions_T.tolist(), batch.targets_T.tolist()
+        for t, s in enumerate(batch.layout.sequence_T.tolist()):
+            found.add((whole[s][: positions[t] + 1], targets[t]))
+    return found
+
+
 @given(steps(), st.integers(0, 40), st.integers(1, 4), st.sampled_from(WEIGHTINGS))
 def test_every_token_once_and_every_trained_row_alike(
     step: tuple[list[Group], np.ndarray], room: int, data_parallel: int, weighting: str
@@ -90,7 +101,9 @@ def test_every_token_once_and_every_trained_row_alike(
             assert 0 < len(batch) <= max_tokens
             assert len(batch.tokens_T) == len(batch.targets_T) == len(batch.mask_T) == len(batch)
             last = (batch.layout.starts_S + batch.layout.lengths_S - 1).tolist()
-            assert [t for t, target in enumerate(batch.targets_T.tolist()) if target == -1] == last
+            prefixes = set(batch.layout.parents)
+            ends = [t for s, t in enumerate(last) if s not in prefixes]
+            assert [t for t, target in enumerate(batch.targets_T.tolist()) if target == -1] == ends
             assert not batch.weights_T[~batch.mask_T].any()
             assert batch.weights_T.isfinite().all() and batch.inputs.advantages_T.isfinite().all()
 
@@ -103,6 +116,7 @@ def test_every_token_once_and_every_trained_row_alike(
         branches.update(text for s, text in enumerate(texts(batch)) if s not in prefixes and not spare(batch))
     assert branches == expected
     assert trained(plain.batches) == trained(shared.batches)
+    assert predictions(real) == predictions([batch for batch in shared.batches if not spare(batch)])
 
     rows = trained(plain.batches)
     kept = [t for p, group in enumerate(groups) for g, t in enumerate(group) if not np.isnan(advantages_PG[p, g])]

@@ -166,7 +166,7 @@ def test_a_prompt_is_shared_up_to_its_last_token() -> None:
     (batch,) = pack([group], [[1.0, -1.0]], share_prefixes=True).batches
     assert batch.layout == Layout((2, 3, 2), (-1, 0, 0))
     assert batch.tokens_T.tolist() == [1, 2, 3, 4, 5, 3, 6]
-    assert batch.targets_T.tolist() == [2, -1, 4, 5, -1, 6, -1]
+    assert batch.targets_T.tolist() == [2, 3, 4, 5, -1, 6, -1]
     assert batch.mask_T.tolist() == [False, False, True, True, False, True, False]
     assert batch.inputs.advantages_T.tolist() == [0.0, 0.0, 1.0, 1.0, 0.0, -1.0, 0.0]
 
