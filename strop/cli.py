@@ -8,6 +8,7 @@ once.
 from __future__ import annotations
 
 import argparse
+import shlex
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -213,7 +214,10 @@ def find_checkpoint(store: Store, wanted: str | None) -> Checkpoint:
     """
     if wanted in (None, "best"):
         checkpoint = store.pinned("best")
-        missing = f"no checkpoint in {store.folder} is marked best (evaluate.keep_best): give --checkpoint last"
+        missing = (
+            f"no checkpoint in {store.folder} is the best: none was better than the model that the run began with, or "
+            "evaluate.keep_best is off; give --checkpoint last"
+        )
     elif wanted == "last":
         checkpoint, missing = store.latest(), f"there is no checkpoint in {store.folder}: the run has saved none yet"
     elif wanted.isdecimal():
@@ -268,9 +272,9 @@ def _where_it_stands(recipe: Recipe, options: argparse.Namespace) -> str:
     if not folder.exists():
         return "the run had not begun and nothing was written"
     names = _store(recipe, folder).names()
+    again = shlex.join(["strop", "train", str(options.recipe), *options.overrides, "--resume"])
     if not names:
-        return f"{folder} has no checkpoint yet: remove it to begin again"
-    again = " ".join(["strop train", str(options.recipe), *options.overrides, "--resume"])
+        return f"{folder} has no checkpoint yet; begin again with: {again}"
     return f"the newest checkpoint in {folder} is {names[-1]}; go on from it with: {again}"
 
 

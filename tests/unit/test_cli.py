@@ -238,7 +238,7 @@ def test_stopped_before_the_first_checkpoint(recipe: Path, parts: Parts, capsys:
     make_run(recipe.parent / "runs" / "r")
     parts.raises = KeyboardInterrupt()
     assert cli.main(["train", str(recipe)]) == 130
-    assert "has no checkpoint yet: remove it to begin again" in capsys.readouterr().err
+    assert f"has no checkpoint yet; begin again with: strop train {recipe} --resume" in capsys.readouterr().err
 
 
 def test_stopped_with_a_checkpoint_says_how_to_go_on(
@@ -246,10 +246,10 @@ def test_stopped_with_a_checkpoint_says_how_to_go_on(
 ) -> None:
     run = make_run(recipe.parent / "runs" / "r", ("sft", 5), ("grpo", 10))
     parts.raises = KeyboardInterrupt()
-    assert cli.main(["train", str(recipe), "grpo.steps=20"]) == 130
+    assert cli.main(["train", str(recipe), "grpo.steps=20", "draw.stop=[a b]"]) == 130
     said = capsys.readouterr().err
     assert f"the newest checkpoint in {run} is 000002-grpo-10" in said
-    assert f"strop train {recipe} grpo.steps=20 --resume" in said
+    assert f"strop train {recipe} grpo.steps=20 'draw.stop=[a b]' --resume" in said
 
 
 # Run folders ----------------------------------------------------------------------------------------------------------
@@ -273,7 +273,7 @@ def test_checkpoints_by_name(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("wanted", "error", "words"),
     [
-        ("best", CheckpointError, "is marked best .*: give --checkpoint last"),
+        ("best", CheckpointError, "is the best: none was better .* give --checkpoint last"),
         ("0", CheckpointError, "is of step 0; there are: 000001-grpo-10"),
         ("1", CheckpointError, "is of step 1; there are: 000001-grpo-10"),
         ("newest", ConfigError, "--checkpoint newest: it must be best, last, or a step"),

@@ -188,7 +188,7 @@ def test_a_run_that_cannot_be_done_is_refused(folder: Path, overrides: list[str]
 
 
 def test_lengths_that_just_fit(folder: Path) -> None:
-    made(folder, "draw.max_tokens=58", "sampler.cache_tokens=238", "engine.pack_tokens=64")
+    assert made(folder, "draw.max_tokens=58", "sampler.cache_tokens=238", "engine.pack_tokens=64").memory is not None
 
 
 def test_sequences_that_may_be_dropped_are_a_note(folder: Path) -> None:
