@@ -40,7 +40,7 @@ from strop.types import Int32s, Message, SamplingParams
 class Ids:
     """A renderer that keeps a reply's token ids as text, because this workload scores ids."""
 
-    stop_tokens = (common.EOS,)
+    stop_tokens: tuple[int, ...] = (common.EOS,)
 
     def __init__(self, folder: Path) -> None:
         self._tokenizer = AutoTokenizer.from_pretrained(folder)
@@ -50,6 +50,9 @@ class Ids:
 
     def observe(self, history: list[Message], new: list[Message], last: Int32s) -> Int32s | None:
         return None
+
+    def answer(self, messages: list[Message], text: str) -> tuple[Int32s, int]:
+        raise NotImplementedError("this workload has no answers to imitate")
 
     def parse(self, tokens: Int32s) -> Message:
         return {"role": "assistant", "content": " ".join(map(str, tokens.tolist()))}

@@ -78,7 +78,8 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True)
 class Routes:
-    """Which experts each token took: `experts_TLK` int16 [T, L, K]; `layers` [L] holds each column's decoder-layer index."""
+    """Which experts each token took: `experts_TLK` int16 [T, L, K]; `layers` [L] holds each column's decoder-layer
+    index."""
 
     layers: tuple[int, ...]
     experts_TLK: NDArray[np.int16]
@@ -86,7 +87,8 @@ class Routes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Completion:
-    """What a sampler drew for one prompt. Every array is [T], one entry for each sampled token, the stop token included."""
+    """What a sampler drew for one prompt. Every array is [T], one entry for each sampled token, the stop token
+    included."""
 
     tokens: Int32s
     logprobs: Float32s  # of the model at the temperature, before any truncation: what training uses
@@ -97,7 +99,8 @@ class Completion:
 
 
 class Segment:
-    """An append-only stretch of one episode, as columns [T]. What was sampled is what is trained: nothing is re-encoded."""
+    """An append-only stretch of one episode, as columns [T]. What was sampled is what is trained: nothing is
+    re-encoded."""
 
     __slots__ = ("rows",)
 
@@ -200,7 +203,9 @@ class Layout:
             raise ValueError(f"{len(self.lengths)} lengths but {len(self.parents)} parents")
         for s, parent in enumerate(self.parents):
             if parent != -1 and not (0 <= parent < s and self.parents[parent] == -1):
-                raise ValueError(f"sequence {s} names {parent} as its prefix: that must be an earlier sequence without a prefix")
+                raise ValueError(
+                    f"sequence {s} names {parent} as its prefix: that must be an earlier sequence without a prefix"
+                )
 
     @property
     def num_tokens(self) -> int:
@@ -277,7 +282,8 @@ class Reduction(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Metric:
-    """A number that can still be merged with others: for MEAN, `value` is a sum over `count` things; never a mean of means."""
+    """A number that can still be merged with others: for MEAN, `value` is a sum over `count` things; never a mean of
+    means."""
 
     reduction: Reduction
     value: float | Tensor  # a 0-dimensional tensor waits on its device until it is reported

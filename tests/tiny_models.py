@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from strop.models.attention import NAME
@@ -33,9 +34,12 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "olmo2": COMMON,
     "smollm3": COMMON,
     "gemma2": {**COMMON, "head_dim": 16, "sliding_window": 3},
-    "gemma3_text": {**COMMON, "head_dim": 16, "sliding_window": 3, "layer_types": ["sliding_attention", "full_attention"]},
+    "gemma3_text": {
+        **COMMON, "head_dim": 16, "sliding_window": 3, "layer_types": ["sliding_attention", "full_attention"],
+    },
     "gpt2": {
-        "vocab_size": 96, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 128, "bos_token_id": 1, "eos_token_id": 2,
+        "vocab_size": 96, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 128, "bos_token_id": 1,
+        "eos_token_id": 2,
     },
     "qwen3_moe": {**COMMON, **EXPERTS, "head_dim": 16, "num_experts": 4},
     "mixtral": {**COMMON, "num_local_experts": 4},
@@ -48,7 +52,9 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "topk_group": 1, "first_k_dense_replace": 1, "q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8,
         "qk_nope_head_dim": 8, "v_head_dim": 8,
     },
-    "glm4_moe": {**COMMON, **EXPERTS, "head_dim": 16, "n_routed_experts": 4, "n_shared_experts": 1, "first_k_dense_replace": 1},
+    "glm4_moe": {
+        **COMMON, **EXPERTS, "head_dim": 16, "n_routed_experts": 4, "n_shared_experts": 1, "first_k_dense_replace": 1,
+    },
 }  # fmt: skip
 DENSE = ("llama", "qwen2", "qwen3", "mistral", "phi3", "olmo2", "smollm3", "gemma2", "gemma3_text", "gpt2")
 EXPERT_MODELS = ("qwen3_moe", "mixtral", "gpt_oss", "deepseek_v3", "glm4_moe")
@@ -69,7 +75,8 @@ def tiny_config(family: str) -> PretrainedConfig:
 
 
 def tiny_module(family: str, attention: str = NAME, seed: int = 0) -> PreTrainedModel:
-    """Weights large enough that every sublayer matters: initial ones are so small that a leak would hide in rounding."""
+    """Weights large enough that every sublayer matters: initial ones are so small that a leak would hide in
+    rounding."""
     torch.manual_seed(seed)
     module = AutoModelForCausalLM.from_config(tiny_config(family), attn_implementation=attention)
     with torch.no_grad():
@@ -84,4 +91,6 @@ def tiny_module(family: str, attention: str = NAME, seed: int = 0) -> PreTrained
 def tiny_model(
     family: str, dtype: torch.dtype = torch.float32, impl: Impl = Impl.TORCH, seed: int = 0
 ) -> LanguageModel:
-    return prepare(tiny_module(family, seed=seed).to(dtype), impl)
+    module = tiny_module(family, seed=seed)
+    nn.Module.to(module, dtype)
+    return prepare(module, impl)

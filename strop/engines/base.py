@@ -49,7 +49,8 @@ class SkipReason(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OptimOutcome:
-    """What `optim_step` did. When `skipped`, parameters and moments are unchanged to the bit and gradients are cleared."""
+    """What `optim_step` did. When `skipped`, parameters and moments are unchanged to the bit and gradients are
+    cleared."""
 
     grad_norm: float  # global 2-norm before clipping
     applied: OptimParams | None  # None when skipped
@@ -97,7 +98,10 @@ class Engine(Protocol):
         ...
 
     async def forward_backward(
-        self, batches: list[Batch[InputsT]], loss: Loss[InputsT], want: Want = Want()  # noqa: B008
+        self,
+        batches: list[Batch[InputsT]],
+        loss: Loss[InputsT],
+        want: Want = Want(),  # noqa: B008
     ) -> ForwardBackward:
         """Add the gradient of sum(weights * loss) over all tokens of all batches to what has accumulated.
 

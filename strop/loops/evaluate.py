@@ -1,6 +1,6 @@
 """Held-out accuracy: the same problems with the same seeds, before, along the way and after.
 
-    held-out tasks -> attempts (sampled, greedy) -> solved or not -> accuracy, pass@k, answers to read
+held-out tasks -> attempts (sampled, greedy) -> solved or not -> accuracy, pass@k, answers to read
 """
 
 from __future__ import annotations
@@ -33,7 +33,11 @@ class Evaluator:
     async def measure(self, stage: str, step: int) -> Evaluation:
         """Attempt every held-out task. An episode that fails stops the evaluation: its accuracy would mean nothing."""
         sampled = await self.player.play(
-            self.tasks, self.cfg.attempts, replace(self.params, temperature=self.cfg.temperature), step=0, max_failures=0
+            self.tasks,
+            self.cfg.attempts,
+            replace(self.params, temperature=self.cfg.temperature),
+            step=0,
+            max_failures=0,
         )
         greedy: list[Group] = []
         if self.cfg.greedy:

@@ -23,7 +23,7 @@ from strop.loops.schedule import optim_params
 from strop.rollout.base import Sampler
 from strop.rollout.groups import Player, describe
 from strop.track.run import Run
-from strop.types import Metric, Metrics, Reduction, SamplingParams, merge_metrics
+from strop.types import Metric, Metrics, Reduction, SamplingParams, Want, merge_metrics
 from strop.weights.publish import publish
 
 
@@ -44,13 +44,12 @@ async def train(
 ) -> None:
     """Train `engine` on `tasks` for `cfg.steps` steps, from where `run` stands.
 
-    `params` says how attempts are drawn, `packing` how they are packed; `reference` is needed when cfg.kl_coefficient > 0.
-    Raises RolloutError when more episodes of a step fail than `cfg.max_failures`, or when sampler and trainer give the
-    same tokens logprobs more than `max_gap` apart; EngineError after `packing.max_skipped_steps` skipped optimizer steps.
+    `params` says how attempts are drawn, `packing` how they are packed; `reference` is needed when cfg.kl_coefficient
+    > 0. Raises RolloutError when more episodes of a step fail than `cfg.max_failures`, or when sampler and trainer
+    give the same tokens logprobs more than `max_gap` apart; EngineError after `packing.max_skipped_steps` skipped
+    optimizer steps.
     """
-    loss = losses.ClippedSurrogate(
-        clip_low=cfg.clip_low, clip_high=cfg.clip_high, kl_coefficient=cfg.kl_coefficient
-    )
+    loss = losses.ClippedSurrogate(clip_low=cfg.clip_low, clip_high=cfg.clip_high, kl_coefficient=cfg.kl_coefficient)
     total_updates = cfg.steps * cfg.updates_per_step
     await publish(engine, sampler, version=run.step)
     if run.step == 0 and evaluator.tasks:
@@ -91,8 +90,10 @@ async def train(
                 with run.span("reference"):
                     batches = with_reference(batches, await reference.forward(batches))
             with run.span("learn"):
-                learned = await engine.forward_backward(batches, loss)
-                if part == 0:  # nothing has been learned since these tokens were drawn: both sides have the same weights
+                learned = await engine.forward_backward(batches, loss, Want(entropy=True))
+                if (
+                    part == 0
+                ):  # nothing has been learned since these tokens were drawn: both sides have the same weights
                     metrics |= check_gap(learned.metrics, max_gap)
                 schedule = optim_params(cfg.schedule, run.updates, total_updates)
                 run.count_outcome(await engine.optim_step(schedule))
@@ -115,7 +116,7 @@ def check_gap(metrics: Metrics, max_gap: float) -> Metrics:
     if not gap.result <= max_gap:  # NaN is a gap too
         raise RolloutError(
             f"the sampler's and the trainer's logprobs of the same tokens differ by up to {gap.result:.2e} "
-            f"(sampler.max_gap={max_gap:g}): they no longer run the same model; see `strop doctor`, or raise sampler.max_gap "
-            "if the sampler's number format is coarser than the trainer's"
+            f"(sampler.max_gap={max_gap:g}): they no longer run the same model; see `strop doctor`, or raise "
+            "sampler.max_gap if the sampler's number format is coarser than the trainer's"
         )
     return {"sampler/gap_max": gap}

@@ -9,7 +9,8 @@ from strop.engines.base import OptimParams
 
 
 def learning_rate(cfg: ScheduleConfig, update: int, total: int) -> float:
-    """The rate of optimizer step `update` (from 0) of `total`: a linear rise, then constant, linear or half a cosine down.
+    """The rate of optimizer step `update` (from 0) of `total`: a linear rise, then constant, linear or half a cosine
+    down.
 
     The fall begins after the warm-up and reaches `final_fraction` of the peak at the last step.
     """

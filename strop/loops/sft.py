@@ -1,6 +1,6 @@
 """Supervised fine-tuning, complete. One step, left to right:
 
-    tasks with answers -> tokens and which of them are trained -> packed batches -> gradients -> weights
+tasks with answers -> tokens and which of them are trained -> packed batches -> gradients -> weights
 """
 
 from __future__ import annotations

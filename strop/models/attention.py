@@ -58,7 +58,15 @@ class PackedAttention:
         sinks_H: Tensor | None,
     ) -> Tensor:
         return packed_attention(
-            q_THC, k_TJC, v_TJC, self.layout, scale=scale, window=window, softcap=softcap, sinks_H=sinks_H, impl=self.impl
+            q_THC,
+            k_TJC,
+            v_TJC,
+            self.layout,
+            scale=scale,
+            window=window,
+            softcap=softcap,
+            sinks_H=sinks_H,
+            impl=self.impl,
         )
 
 

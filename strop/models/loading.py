@@ -1,8 +1,8 @@
 """Models: a folder, a GGUF file, a package or a configuration in; a `LanguageModel` that runs packed tokens out.
 
 The code of every model is transformers'. strop adds its own attention function, its fused elementwise pieces, and two
-checks on a few tokens that each model must pass before it is used: the head outside the model gives the model's own logits,
-and no token of one packed sequence moves another's.
+checks on a few tokens that each model must pass before it is used: the head outside the model gives the model's own
+logits, and no token of one packed sequence moves another's.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import copy
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -105,7 +105,8 @@ class LanguageModel:
 
     @torch.no_grad()
     def load_state(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """Copy every weight in place: all or nothing. EngineError names what is missing, unknown or of another shape."""
+        """Copy every weight in place: all or nothing. EngineError names what is missing, unknown or of another
+        shape."""
         own, given = dict(self.state()), dict(weights)
         wrong = [
             *(f"missing {name}" for name in own.keys() - given.keys()),
@@ -131,7 +132,8 @@ class LanguageModel:
 
 
 def _first(config: PretrainedConfig, *names: str) -> Any:
-    """The first of these attributes that the configuration has and that is not None; families differ in which they have."""
+    """The first of these attributes that the configuration has and that is not None; families differ in which they
+    have."""
     values = (config.to_dict()[name] for name in names if name in config.to_dict())
     return next((value for value in values if value is not None), None)
 
@@ -155,7 +157,8 @@ def load_model(config: ModelConfig, *, vocab_size: int, seed: int, device: str =
         module = AutoModelForCausalLM.from_pretrained(
             folder, config=hf_config, dtype=dtype, attn_implementation=strop_attention.NAME
         )
-    return prepare(module.to(device=device, dtype=dtype), impl)
+    nn.Module.to(module, device=device, dtype=dtype)
+    return prepare(module, impl)
 
 
 def model_folder(config: ModelConfig) -> Path:
@@ -166,14 +169,17 @@ def model_folder(config: ModelConfig) -> Path:
         raise ConfigError("model: fresh weights have no folder")
     path = Path(config.path)
     if not path.exists():
-        raise ConfigError(f"model.path={config.path}: {path} does not exist; give a Hugging Face folder or a .gguf file")
+        raise ConfigError(
+            f"model.path={config.path}: {path} does not exist; give a Hugging Face folder or a .gguf file"
+        )
     if path.suffix == ".gguf":
         return convert_gguf(path, path.with_suffix(".hf"))
     return path
 
 
 def fresh_config(fields: dict[str, Any], vocab_size: int) -> PretrainedConfig:
-    """The transformers configuration that `model.fresh` describes; the tokenizer gives the vocabulary size by default."""
+    """The transformers configuration that `model.fresh` describes; the tokenizer gives the vocabulary size by
+    default."""
     fields = {"vocab_size": vocab_size, **fields}
     model_type = fields.pop("model_type", None)
     if model_type is None:
@@ -190,22 +196,23 @@ def refuse_unpackable(config: PretrainedConfig) -> None:
     kinds = set(declared.get("layer_types") or ())
     if unknown := sorted(kinds - PACKABLE_LAYERS):
         raise ConfigError(
-            f"model_type={config.model_type} has layers of kind {', '.join(unknown)}: strop cannot keep packed sequences "
-            f"apart in them; it packs {' and '.join(sorted(PACKABLE_LAYERS))}"
+            f"model_type={config.model_type} has layers of kind {', '.join(unknown)}: strop cannot keep packed "
+            f"sequences apart in them; it packs {' and '.join(sorted(PACKABLE_LAYERS))}"
         )
     rope = declared.get("rope_parameters") or declared.get("rope_scaling") or {}
     for part in (rope, *(value for value in rope.values() if isinstance(value, dict))):
-        if (kind := part.get("rope_type")) in ROPE_OF_THE_BATCH:
+        if (rope_type := part.get("rope_type")) in ROPE_OF_THE_BATCH:
             raise ConfigError(
-                f"model_type={config.model_type} uses rope_type={kind}: its angles depend on the longest text in a batch, "
-                "so packed neighbours would change each other; set a fixed rope_type such as default, linear or yarn"
+                f"model_type={config.model_type} uses rope_type={rope_type}: its angles depend on the longest text in "
+                "a batch, so packed neighbours would change each other; set a fixed one such as default, linear or yarn"
             )
     if config.is_encoder_decoder or type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise ConfigError(f"model_type={config.model_type} is not a decoder-only language model of transformers")
-    if not MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]._supports_attention_backend:
+    kind = cast("type[PreTrainedModel]", MODEL_FOR_CAUSAL_LM_MAPPING[type(config)])
+    if not kind._supports_attention_backend:  # pyright: ignore[reportPrivateUsage] - transformers' own declaration of it
         raise ConfigError(
-            f"model_type={config.model_type} computes attention by itself, not through transformers' attention interface, "
-            "so strop cannot keep packed sequences apart in it"
+            f"model_type={config.model_type} computes attention by itself, not through transformers' attention "
+            "interface, so strop cannot keep packed sequences apart in it"
         )
 
 
@@ -213,7 +220,8 @@ def prepare(module: PreTrainedModel, impl: Impl) -> LanguageModel:
     """Fuse a transformers model that was built with attn_implementation="strop", and check it on a few tokens."""
     name = type(module).__name__
     module.eval()  # for good: the sampler has no dropout, and the trainer must be the same distribution
-    if module.dtype == torch.float64 and module._can_set_experts_implementation():
+    has_experts = module._can_set_experts_implementation()  # pyright: ignore[reportPrivateUsage] - nothing public tells
+    if module.dtype == torch.float64 and has_experts:
         module.set_experts_implementation("eager")  # grouped matrix multiplications refuse float64
     tokens_T = torch.arange(8, device=module.device) % min(7, module.config.get_text_config().vocab_size)
     seen = _Observed(PackedAttention(Layout((8,)), Impl.TORCH))
@@ -243,7 +251,7 @@ class _Observed:
     inner: AttentionContext
     shapes: dict[int, tuple[int, int, int]] = field(default_factory=dict)
 
-    def attend(  # noqa: PLR0913
+    def attend(
         self,
         layer: int,
         q_THC: Tensor,
@@ -263,8 +271,8 @@ class _Observed:
     def shape(self, name: str, num_layers: int) -> CacheShape:
         if sorted(self.shapes) != list(range(num_layers)):
             raise EngineError(
-                f"{name} has {num_layers} layers, but only layers {sorted(self.shapes)} reach strop's attention; the others "
-                "mix tokens in some other way, which strop cannot keep apart in a pack"
+                f"{name} has {num_layers} layers, but only layers {sorted(self.shapes)} reach strop's attention; the "
+                "others mix tokens in some other way, which strop cannot keep apart in a pack"
             )
         if len(set(self.shapes.values())) != 1:
             raise EngineError(f"{name}: layers of different key and value shapes, {self.shapes}, are not supported")
@@ -311,6 +319,6 @@ def _check_isolation(model: LanguageModel, tokens_T: Tensor) -> None:
     moved, leaked = (first[:4] - second[:4]).abs().max(), (first[4:] - second[4:]).abs().max()
     if leaked > 1e-3 * moved:
         raise EngineError(
-            f"{type(model.module).__name__} lets packed sequences reach each other: a token changed in one moved the next "
-            f"by {float(leaked):.1e}; strop cannot train it packed"
+            f"{type(model.module).__name__} lets packed sequences reach each other: a token changed in one moved the "
+            f"next by {float(leaked):.1e}; strop cannot train it packed"
         )

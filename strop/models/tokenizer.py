@@ -16,13 +16,16 @@ def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
     """Raises ConfigError when a fresh model names no tokenizer, or when the named one does not load."""
     if config.tokenizer is None:
         if config.fresh is not None:
-            raise ConfigError("model.tokenizer is missing: fresh weights come without one; give a folder or file.py:function")
+            raise ConfigError(
+                "model.tokenizer is missing: fresh weights come without one; give a folder or file.py:function"
+            )
         return _from_folder(model_folder(config))
     if ".py:" in config.tokenizer:
         made = load_object(config.tokenizer, Path())()
         if not isinstance(made, PreTrainedTokenizerBase):
             raise ConfigError(
-                f"model.tokenizer={config.tokenizer} returned a {type(made).__name__}; it must return a transformers tokenizer"
+                f"model.tokenizer={config.tokenizer} returned a {type(made).__name__}; "
+                "it must return a transformers tokenizer"
             )
         return made
     return _from_folder(Path(config.tokenizer))
@@ -37,7 +40,8 @@ def _from_folder(folder: Path) -> PreTrainedTokenizerBase:
 
 def end_tokens(config: ModelConfig, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
     """Every id that ends a text: the tokenizer's, and all that the model's generation config lists."""
-    ids: list[int] = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+    own = tokenizer.eos_token_id
+    ids: list[int] = [own] if isinstance(own, int) else []
     if config.fresh is None:
         folder = model_folder(config)
         if (folder / "generation_config.json").is_file():

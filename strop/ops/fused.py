@@ -60,6 +60,7 @@ def norm_rope(
     k_TJC: Tensor,
     q_weight_C: Tensor,
     k_weight_C: Tensor,
+    *,
     eps: float,
     cos_TC: Tensor,
     sin_TC: Tensor,

@@ -3,8 +3,8 @@
     z = softcap(hidden @ weight.T + bias) / temperature        logprob = z[target] - logsumexp(z)
     entropy = logsumexp(z) - sum(softmax(z) * z)
 
-Two forms of the same numbers. `plain` keeps the logits [N, V] for the backward pass. `chunked` visits a few rows at a time,
-keeps nothing but its inputs, and computes the logits of each chunk again in the backward pass.
+Two forms of the same numbers. `plain` keeps the logits [N, V] for the backward pass. `chunked` visits a few rows at a
+time, keeps nothing but its inputs, and computes the logits of each chunk again in the backward pass.
 """
 
 from __future__ import annotations
@@ -18,6 +18,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 CHUNK_LOGITS = 1 << 22  # logits in flight in one chunk: 16 MiB of float32, still a matrix large enough to multiply fast
+
+
+class Entropy(StrEnum):
+    NONE = "none"
+    VALUE = "value"  # to be looked at: no gradient, and nothing kept for one
+    GRADIENT = "gradient"
 
 
 class HeadImpl(StrEnum):
@@ -50,7 +56,7 @@ def score_targets(
     targets_N: Tensor,
     *,
     temperature_N: Tensor | None = None,
-    entropy: bool = False,
+    entropy: Entropy = Entropy.NONE,
     top_k: int = 0,
     impl: HeadImpl,
 ) -> Scored:
@@ -59,20 +65,18 @@ def score_targets(
     `top_k` logprobs carry no gradient.
     """
     if impl is HeadImpl.PLAIN:
-        logits_NV = _logits(hidden_ND, head, temperature_N)
-        logprobs_NV = logits_NV.log_softmax(-1)
+        logprobs_NV = _logits(hidden_ND, head, temperature_N).log_softmax(-1)
         logprobs_N = logprobs_NV.gather(-1, targets_N[:, None])[:, 0]
-        entropy_N = -(logprobs_NV.exp() * logprobs_NV).sum(-1) if entropy else None
+        entropy_N = None if entropy is Entropy.NONE else _entropy(logprobs_NV, entropy)
     else:
-        scale_N = None if temperature_N is None else temperature_N
         logprobs_N, entropies_N = _Chunked.apply(
-            hidden_ND, head.weight_VD, head.bias_V, targets_N, scale_N, head.softcap, entropy
+            hidden_ND, head.weight_VD, head.bias_V, targets_N, temperature_N, head.softcap, entropy
         )
-        entropy_N = entropies_N if entropy else None
+        entropy_N = None if entropy is Entropy.NONE else entropies_N
+        if entropy is Entropy.VALUE:
+            entropy_N = entropies_N.detach()
     ids_NK, likeliest_NK = _top_k(hidden_ND, head, temperature_N, top_k) if top_k else (None, None)
-    return Scored(
-        logprobs_N=logprobs_N, entropy_N=entropy_N, top_k_ids_NK=ids_NK, top_k_logprobs_NK=likeliest_NK
-    )
+    return Scored(logprobs_N=logprobs_N, entropy_N=entropy_N, top_k_ids_NK=ids_NK, top_k_logprobs_NK=likeliest_NK)
 
 
 def _logits(hidden_ND: Tensor, head: Head, temperature_N: Tensor | None) -> Tensor:
@@ -81,6 +85,11 @@ def _logits(hidden_ND: Tensor, head: Head, temperature_N: Tensor | None) -> Tens
     if head.softcap is not None:
         logits_NV = head.softcap * torch.tanh(logits_NV / head.softcap)
     return logits_NV if temperature_N is None else logits_NV / temperature_N[:, None].to(logits_NV.dtype)
+
+
+def _entropy(logprobs_NV: Tensor, entropy: Entropy) -> Tensor:
+    with torch.set_grad_enabled(entropy is Entropy.GRADIENT and torch.is_grad_enabled()):
+        return -(logprobs_NV.exp() * logprobs_NV).sum(-1)
 
 
 @torch.no_grad()
@@ -105,7 +114,7 @@ class _Chunked(torch.autograd.Function):
     """Saves hidden, weight, bias, targets and [N] statistics; never more than one chunk of logits."""
 
     @staticmethod
-    def forward(  # noqa: PLR0917
+    def forward(
         ctx: Any,
         hidden_ND: Tensor,
         weight_VD: Tensor,
@@ -113,7 +122,7 @@ class _Chunked(torch.autograd.Function):
         targets_N: Tensor,
         temperature_N: Tensor | None,
         softcap: float | None,
-        entropy: bool,
+        entropy: Entropy,
     ) -> tuple[Tensor, Tensor]:
         head = Head(weight_VD=weight_VD, bias_V=bias_V, softcap=softcap)
         kind = torch.float64 if hidden_ND.dtype == torch.float64 else torch.float32
@@ -122,7 +131,7 @@ class _Chunked(torch.autograd.Function):
             z_NV = _logits(hidden_ND[rows], head, None if temperature_N is None else temperature_N[rows])
             lse_N[rows] = z_NV.logsumexp(-1)
             logprobs_N[rows] = z_NV.gather(-1, targets_N[rows, None])[:, 0] - lse_N[rows]
-            if entropy:
+            if entropy is not Entropy.NONE:
                 entropy_N[rows] = lse_N[rows] - (z_NV.sub(lse_N[rows, None]).exp_() * z_NV).sum(-1)
         ctx.save_for_backward(hidden_ND, weight_VD, bias_V, targets_N, temperature_N, lse_N, entropy_N)
         ctx.softcap, ctx.entropy = softcap, entropy
@@ -144,7 +153,7 @@ class _Chunked(torch.autograd.Function):
             z_NV = capped_NV / scale_N
             p_NV = z_NV.sub(lse_N[rows, None]).exp_()
             grad_z_NV = p_NV * -grad_logprobs_N[rows, None]
-            if ctx.entropy:  # d entropy / dz = -p (log p + entropy)
+            if ctx.entropy is Entropy.GRADIENT:  # d entropy / dz = -p (log p + entropy)
                 grad_z_NV -= p_NV * (z_NV - lse_N[rows, None] + entropy_N[rows, None]) * grad_entropy_N[rows, None]
             grad_z_NV.scatter_add_(-1, targets_N[rows, None], grad_logprobs_N[rows, None].to(accumulate))
             grad_z_NV = grad_z_NV / scale_N if temperature_N is not None else grad_z_NV

@@ -1,7 +1,8 @@
-"""The Engine contract (strop/engines/base.py), against the protocol: a new backend adds a factory to FACTORIES and no test.
+"""The Engine contract (strop/engines/base.py), against the protocol: a new backend adds a factory to FACTORIES and no
+test.
 
-Gradients are read through `optim_step`: with AdamW's moments at zero and betas (0, 0), one step of size lr moves each weight by
-lr * g / (|g| + eps); with eps far above |g| that is lr * g / eps, the gradient itself.
+Gradients are read through `optim_step`: with AdamW's moments at zero and betas (0, 0), one step of size lr moves each
+weight by lr * g / (|g| + eps); with eps far above |g| that is lr * g / eps, the gradient itself.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ DEFAULT = EngineConfig()
 READ = OptimParams(lr=1e6, betas=(0.0, 0.0), eps=1e6, weight_decay=0.0, max_grad_norm=None)
 
 
-@pytest.fixture(params=FACTORIES.values(), ids=FACTORIES.keys())
+@pytest.fixture(params=FACTORIES.values(), ids=list(FACTORIES))
 def factory(request: pytest.FixtureRequest) -> Factory:
     return request.param
 
@@ -84,9 +85,7 @@ def sequences(count: int = 6, seed: int = 0, vocab: int = 96) -> list[Sequence]:
         mask = rng.random(n) < 0.6
         mask[-1] = False
         made.append(
-            Sequence(
-                rng.integers(3, vocab, n), mask, np.where(mask, rng.normal(size=n), 0.0), rng.normal(size=n)
-            )
+            Sequence(rng.integers(3, vocab, n), mask, np.where(mask, rng.normal(size=n), 0.0), rng.normal(size=n))
         )
     return made
 
@@ -205,7 +204,9 @@ def test_a_shared_prompt_equals_a_repeated_one(factory: Factory, family: str, dt
     shared, repeated = shared_prefix_batch()
     engine = factory(family, dtype, DEFAULT)
     (a,), (b,) = (asyncio.run(engine.forward([batch])) for batch in (shared, repeated))
-    close = 1e-10 if dtype == torch.float64 and family not in ("gemma2", "gemma3_text", "gpt_oss", "deepseek_v3") else 1e-5
+    close = (
+        1e-10 if dtype == torch.float64 and family not in ("gemma2", "gemma3_text", "gpt_oss", "deepseek_v3") else 1e-5
+    )
     assert torch.allclose(a.logprobs_T[shared.mask_T], b.logprobs_T[repeated.mask_T], rtol=0, atol=close)
     grads = [gradient(factory(family, dtype, DEFAULT), [batch], Scaled()) for batch in (shared, repeated)]
     assert_close(grads[0], grads[1], TOLERANCE[dtype])
@@ -214,7 +215,9 @@ def test_a_shared_prompt_equals_a_repeated_one(factory: Factory, family: str, dt
 def test_outputs_are_aligned_to_targets_and_follow_the_mask(factory: Factory) -> None:
     engine = factory("qwen3", torch.float32, DEFAULT)
     batch = pack(sequences(4))
-    every, masked = (asyncio.run(engine.forward([batch], Want(every_row=e, entropy=True, top_k=96)))[0] for e in (True, False))
+    every, masked = (
+        asyncio.run(engine.forward([batch], Want(every_row=e, entropy=True, top_k=96)))[0] for e in (True, False)
+    )
     assert torch.equal(every.logprobs_T[batch.mask_T], masked.logprobs_T[batch.mask_T])
     assert (masked.logprobs_T[~batch.mask_T] == 0).all()
     assert (every.logprobs_T[batch.targets_T < 0] == 0).all()
@@ -324,7 +327,9 @@ def test_clipping_is_by_the_global_norm(factory: Factory) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Exploding:
-    want: Want = Want()
+    @property
+    def want(self) -> Want:
+        return Want()
 
     def __call__(self, outputs: Outputs, inputs: Tensor, layout: Layout, mask_T: Tensor) -> tuple[Tensor, Metrics]:
         return outputs.logprobs_T * math.inf, {}
@@ -352,7 +357,7 @@ def test_a_non_finite_gradient_is_a_typed_skip(factory: Factory, tmp_path: Path)
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 def test_save_load_step_equals_step(factory: Factory, tmp_path: Path, optimizer: str) -> None:
     """D06: moments and step counts come back; the next update is bitwise the same."""
-    config = EngineConfig(optimizer=optimizer)
+    config = EngineConfig.model_validate({"optimizer": optimizer})
     batch, step = pack(sequences()), OptimParams(lr=1e-2, weight_decay=0.1)
 
     def learn(engine: Engine) -> None:

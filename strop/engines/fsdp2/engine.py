@@ -1,7 +1,7 @@
 """The FSDP2 engine: batches in, per-token outputs and accumulated gradients out. In this process, at world size 1.
 
-One batch flows tokens -> hidden states -> the wanted rows of the head -> loss per token -> weighted sum -> backward, and is
-gone before the next begins: peak memory does not depend on how many batches a call holds.
+One batch flows tokens -> hidden states -> the wanted rows of the head -> loss per token -> weighted sum -> backward,
+and is gone before the next begins: peak memory does not depend on how many batches a call holds.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from strop.engines.fsdp2.optimizer import build_optimizers
 from strop.errors import CheckpointError, EngineError
 from strop.models.attention import PackedAttention
 from strop.models.loading import LanguageModel
-from strop.ops.logprobs import Head, HeadImpl, score_targets
+from strop.ops.logprobs import Entropy, Head, HeadImpl, score_targets
 from strop.types import Metrics, Outputs, Want, merge_metrics
 
 InputsT = TypeVar("InputsT")
@@ -51,7 +51,7 @@ class Fsdp2Engine:
 
     async def forward(self, batches: list[Batch[Any]], want: Want = Want()) -> list[Outputs]:  # noqa: B008
         with torch.no_grad():
-            return [self._outputs(batch, want) for batch in batches]
+            return [self._outputs(batch, want, Entropy.VALUE) for batch in batches]
 
     async def forward_backward(
         self,
@@ -64,7 +64,7 @@ class Fsdp2Engine:
         outputs: list[Outputs] = []
         metrics: list[Metrics] = []
         for batch in batches:
-            live = self._outputs(batch, want | loss.want)
+            live = self._outputs(batch, want | loss.want, Entropy.GRADIENT if loss.want.entropy else Entropy.VALUE)
             loss_T, measured = loss(live, batch.inputs, batch.layout, batch.mask_T)
             if loss_T.shape != batch.targets_T.shape:
                 raise EngineError(f"the loss returned {tuple(loss_T.shape)} for targets {tuple(batch.targets_T.shape)}")
@@ -75,8 +75,11 @@ class Fsdp2Engine:
             metrics.append(measured)
         return ForwardBackward(outputs=outputs, metrics=merge_metrics(metrics))
 
-    def _outputs(self, batch: Batch[Any], want: Want) -> Outputs:
-        """Run one batch. Only rows that the mask or `want.every_row` names go through the head."""
+    def _outputs(self, batch: Batch[Any], want: Want, entropy: Entropy) -> Outputs:
+        """Run one batch. Only rows that the mask or `want.every_row` names go through the head.
+
+        `entropy` says how it is computed if it is wanted: without a gradient unless the loss needs one.
+        """
         if want.values or want.routes:
             raise EngineError(f"this engine gives no {'values' if want.values else 'routes'}; see its capabilities")
         layout, device = batch.layout, self.model.device
@@ -90,7 +93,7 @@ class Fsdp2Engine:
             Head(weight_VD=head.weight, bias_V=head.bias, softcap=self.model.softcap),
             batch.targets_T[rows_N],
             temperature_N=None if batch.temperature_T is None else batch.temperature_T[rows_N],
-            entropy=want.entropy,
+            entropy=entropy if want.entropy else Entropy.NONE,
             top_k=want.top_k,
             impl=self._head_impl,
         )

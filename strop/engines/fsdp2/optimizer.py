@@ -1,12 +1,13 @@
 """The optimizers of an engine: which tensor goes to which, and one step with hyper-parameters that come by value.
 
-AdamW is arXiv:1711.05101. Muon (arXiv:2502.16982) orthogonalises the momentum of hidden matrices and scales it to AdamW's
-typical update, so that one learning rate serves both; embeddings, output heads, norms and biases stay with AdamW.
+AdamW is arXiv:1711.05101. Muon (arXiv:2502.16982) orthogonalises the momentum of hidden matrices and scales it to
+AdamW's typical update, so that one learning rate serves both; embeddings, output heads, norms and biases stay with
+AdamW.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -22,7 +23,7 @@ class Optimizers:
 
     adamw: torch.optim.AdamW
     muon: torch.optim.Muon | None
-    names: dict[Tensor, str]  # every trainable parameter's Hugging Face name
+    names: Mapping[Tensor, str]  # every trainable parameter's Hugging Face name
 
     def all(self) -> list[torch.optim.Optimizer]:
         return [self.adamw] if self.muon is None else [self.adamw, self.muon]
@@ -43,7 +44,8 @@ class Optimizers:
                 grad_norm=float(norm), applied=None, skipped=True, reason=SkipReason.NON_FINITE_GRADIENT
             )
         if params.max_grad_norm is not None and float(norm) > params.max_grad_norm:
-            torch._foreach_mul_(grads, params.max_grad_norm / float(norm))
+            for grad in grads:
+                grad.mul_(params.max_grad_norm / norm)
         for group in self.adamw.param_groups:
             group["lr"], group["betas"], group["eps"] = params.lr, params.betas, params.eps
             group["weight_decay"] = params.weight_decay if group["decay"] else 0.0
@@ -81,8 +83,9 @@ class Optimizers:
 
 
 def build_optimizers(kind: str, module: nn.Module, excluded: set[Tensor]) -> Optimizers:
-    """Sort trainable parameters: matrices decay, vectors do not; Muon takes matrices outside `excluded` (embedding, head)."""
-    names = {p: name for name, p in module.named_parameters() if p.requires_grad}
+    """Sort trainable parameters: matrices decay, vectors do not; Muon takes matrices outside `excluded` (embedding,
+    head)."""
+    names: dict[Tensor, str] = {p: name for name, p in module.named_parameters() if p.requires_grad}
     matrices = [p for p in names if p.ndim >= 2]
     hidden = [p for p in matrices if p.ndim == 2 and p not in excluded] if kind == "muon" else []
     taken = set(hidden)

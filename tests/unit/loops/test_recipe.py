@@ -1,4 +1,5 @@
-"""Whole runs of tiny recipes: they learn, they resume after SIGKILL to the same metrics, and they say what went wrong."""
+"""Whole runs of tiny recipes: they learn, they resume after SIGKILL to the same metrics, and they say what went
+wrong."""
 
 from __future__ import annotations
 
@@ -33,7 +34,9 @@ tasks: {{source: python, path: {HERE}/tiny_task.py:sums, holdout: 8, reward: {HE
 draw: {{max_tokens: 6}}
 engine: {{pack_tokens: 256}}
 evaluate: {{every: 2, attempts: 2, solved_at: 0.5}}
-grpo: {{steps: 5, tasks_per_step: 6, group_size: 4, updates_per_step: 2, kl_coefficient: 0.01, schedule: {{lr: 3e-3, kind: linear}}}}
+grpo:
+  {{steps: 5, tasks_per_step: 6, group_size: 4, updates_per_step: 2, kl_coefficient: 0.01,
+   schedule: {{lr: 3e-3, kind: linear}}}}
 run: {{save_every: 1}}
 """
 
@@ -127,7 +130,12 @@ def test_a_run_killed_anywhere_and_resumed_is_the_uninterrupted_run(whole: Path,
 def test_supervised_then_by_reward(tmp_path: Path) -> None:
     """Two stages in one run; the second starts from what the first learned, and stops early when it is good enough."""
     folder = run(
-        tmp_path, "sft.steps=8", "sft.tasks_per_step=16", "sft.schedule.lr=1e-2", "sft.stop_at_accuracy=0.0", "grpo.steps=2"
+        tmp_path,
+        "sft.steps=8",
+        "sft.tasks_per_step=16",
+        "sft.schedule.lr=1e-2",
+        "sft.stop_at_accuracy=0.0",
+        "grpo.steps=2",
     )
     stages = [(row["stage"], row["step"]) for row in rows(folder)]
     assert stages == [("sft", 1), ("sft", 2), ("grpo", 1), ("grpo", 2)], "stopped at the first evaluation"
@@ -135,14 +143,16 @@ def test_supervised_then_by_reward(tmp_path: Path) -> None:
 
 
 def test_reward_teaches(tmp_path: Path) -> None:
-    folder = run(tmp_path, "grpo.steps=25", "grpo.tasks_per_step=16", "evaluate.every=0", "grpo.kl_coefficient=0", "run.save_every=0",
-                 "grpo.schedule.lr=1e-2")  # fmt: skip
+    often = ("grpo.steps=25", "grpo.tasks_per_step=16", "grpo.kl_coefficient=0", "grpo.schedule.lr=1e-2")
+    folder = run(tmp_path, *often, "evaluate.every=0", "run.save_every=0")
     reward = [row["reward/mean"] for row in rows(folder)]
     assert sum(reward[-5:]) / 5 > sum(reward[:5]) / 5 + 0.25
 
 
 def test_an_environment_of_several_turns_trains_every_turn(tmp_path: Path) -> None:
-    folder = run(tmp_path, f"tasks.env={HERE}/tiny_task.py:Again", "tasks.max_turns=2", "grpo.steps=1", "evaluate.attempts=1")
+    folder = run(
+        tmp_path, f"tasks.env={HERE}/tiny_task.py:Again", "tasks.max_turns=2", "grpo.steps=1", "evaluate.attempts=1"
+    )
     (row,) = rows(folder)
     assert row["sampler/gap_max"] <= 1e-5 and row["optim/skipped"] == 0
 
@@ -177,6 +187,8 @@ def test_skipped_steps_in_a_row_stop_the_run(tmp_path: Path, monkeypatch: pytest
     from strop.algos.losses import ClippedSurrogate
 
     honest = ClippedSurrogate.__call__
-    monkeypatch.setattr(ClippedSurrogate, "__call__", lambda self, *args: (honest(self, *args)[0] * math.inf, honest(self, *args)[1]))
+    monkeypatch.setattr(
+        ClippedSurrogate, "__call__", lambda self, *args: (honest(self, *args)[0] * math.inf, honest(self, *args)[1])
+    )
     with pytest.raises(EngineError, match="in a row"):
         run(tmp_path, "grpo.steps=5")

@@ -37,8 +37,15 @@ def test_short_schedules_and_overruns_stay_in_bounds(kind: str) -> None:
 
 
 def test_every_hyper_parameter_reaches_the_step() -> None:
-    """C10: a schedule's fields all arrive; D07: the rate is a function of the update's number alone, so a resume keeps it."""
+    """C10: a schedule's fields all arrive; D07: the rate is a function of the update's number alone, so a resume keeps
+    it."""
     cfg = ScheduleConfig(lr=1.0, warmup_steps=10, betas=(0.8, 0.7), eps=1e-3, weight_decay=0.2, max_grad_norm=None)
     params = optim_params(cfg, 4, 100)
-    assert (params.lr, params.betas, params.eps, params.weight_decay, params.max_grad_norm) == (0.5, (0.8, 0.7), 1e-3, 0.2, None)
+    assert (params.lr, params.betas, params.eps, params.weight_decay, params.max_grad_norm) == (
+        0.5,
+        (0.8, 0.7),
+        1e-3,
+        0.2,
+        None,
+    )
     assert optim_params(cfg, 4, 100) == params

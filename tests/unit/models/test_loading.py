@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
-from strop.config.recipe import EngineConfig, ModelConfig
+from strop.config.recipe import EngineConfig, Kernels, ModelConfig
 from strop.data.packing import Batch
 from strop.engines.base import OptimParams
 from strop.engines.fsdp2.engine import Fsdp2Engine
@@ -58,7 +58,12 @@ def test_packed_gradients_are_those_of_plain_transformers(family: str) -> None:
     engine = Fsdp2Engine(model, EngineConfig())
     targets = torch.cat([torch.cat([part[1:], torch.tensor([-1])]) for part in TOKENS.split(LENGTHS)])
     batch = Batch(
-        tokens_T=TOKENS, targets_T=targets, mask_T=targets >= 0, weights_T=(targets >= 0).float(), layout=Layout(LENGTHS), inputs=None
+        tokens_T=TOKENS,
+        targets_T=targets,
+        mask_T=targets >= 0,
+        weights_T=(targets >= 0).float(),
+        layout=Layout(LENGTHS),
+        inputs=None,
     )
     asyncio.run(engine.forward_backward([batch], _Likelihood()))
     expected = {n: p.grad for n, p in plain.named_parameters() if p.grad is not None}
@@ -86,7 +91,10 @@ def test_rotary_angles_that_depend_on_the_batch_are_refused(kind: str) -> None:
 
 @pytest.mark.parametrize("family", ["granite", "cohere"])
 def test_a_head_that_does_more_than_a_matrix_is_refused(family: str) -> None:
-    FAMILIES[family] = {**FAMILIES["llama"], **({"logits_scaling": 2.0} if family == "granite" else {"logit_scale": 0.5})}
+    FAMILIES[family] = {
+        **FAMILIES["llama"],
+        **({"logits_scaling": 2.0} if family == "granite" else {"logit_scale": 0.5}),
+    }
     try:
         with pytest.raises(EngineError, match="more than its output matrix"):
             tiny_model(family)
@@ -127,7 +135,10 @@ def test_float64_models_are_float64_throughout() -> None:
     with torch.no_grad():
         name, weight = next(iter(other.state()))
         weight += 1e-12 * weight.abs()
-        run = [m.hidden(TOKENS, torch.from_numpy(layout.positions_T), PackedAttention(layout, Impl.TORCH)) for m in (model, other)]
+        run = [
+            m.hidden(TOKENS, torch.from_numpy(layout.positions_T), PackedAttention(layout, Impl.TORCH))
+            for m in (model, other)
+        ]
     gap = float((run[0] - run[1]).abs().max())
     assert 0 < gap < 1e-9, name
 
@@ -155,7 +166,10 @@ def test_a_clone_shares_nothing_and_computes_the_same() -> None:
     twin = model.clone()
     layout = Layout(LENGTHS)
     with torch.no_grad():
-        run = [m.hidden(TOKENS, torch.from_numpy(layout.positions_T), PackedAttention(layout, Impl.TORCH)) for m in (model, twin)]
+        run = [
+            m.hidden(TOKENS, torch.from_numpy(layout.positions_T), PackedAttention(layout, Impl.TORCH))
+            for m in (model, twin)
+        ]
         assert torch.equal(*run)
         for _, tensor in model.state():
             tensor.zero_()
@@ -167,7 +181,7 @@ def test_a_clone_shares_nothing_and_computes_the_same() -> None:
 def test_a_folder_round_trip_keeps_every_bit(tmp_path: Path) -> None:
     module = tiny_module("llama")
     module.save_pretrained(tmp_path / "m")
-    model = load_model(ModelConfig(path=str(tmp_path / "m"), kernels="torch"), vocab_size=0, seed=0)
+    model = load_model(ModelConfig(path=str(tmp_path / "m"), kernels=Kernels.TORCH), vocab_size=0, seed=0)
     expected = module.state_dict()
     state = dict(model.state())
     assert "lm_head.weight" not in state
@@ -178,7 +192,7 @@ def test_a_folder_round_trip_keeps_every_bit(tmp_path: Path) -> None:
 
 def test_fresh_weights_follow_the_seed_and_the_tokenizer() -> None:
     fields = {k: v for k, v in FAMILIES["qwen3"].items() if k != "vocab_size"} | {"model_type": "qwen3"}
-    config = ModelConfig(fresh=fields, kernels="torch")
+    config = ModelConfig(fresh=fields, kernels=Kernels.TORCH)
     one, same, other = (load_model(config, vocab_size=33, seed=s) for s in (1, 1, 2))
     assert one.vocab_size == 33
     pairs = list(zip(one.state(), same.state(), other.state(), strict=True))
@@ -207,7 +221,12 @@ def test_a_step_moves_every_parameter() -> None:
     before = {n: t.clone() for n, t in model.state()}
     targets = torch.cat([TOKENS[1:], torch.tensor([-1])])
     batch = Batch(
-        tokens_T=TOKENS, targets_T=targets, mask_T=targets >= 0, weights_T=torch.ones(11), layout=Layout((11,)), inputs=None
+        tokens_T=TOKENS,
+        targets_T=targets,
+        mask_T=targets >= 0,
+        weights_T=torch.ones(11),
+        layout=Layout((11,)),
+        inputs=None,
     )
     asyncio.run(engine.forward_backward([batch], _Likelihood()))
     asyncio.run(engine.optim_step(OptimParams(lr=0.1)))

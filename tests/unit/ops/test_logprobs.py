@@ -6,9 +6,10 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from strop.ops import logprobs
-from strop.ops.logprobs import Head, HeadImpl, score_targets
+from strop.ops.logprobs import Entropy, Head, HeadImpl, score_targets
 
 IMPLS = [HeadImpl.PLAIN, HeadImpl.CHUNKED]
 
@@ -43,7 +44,8 @@ def reference(
 def test_values_are_the_definitions(impl: HeadImpl, softcap: float | None) -> None:
     hidden, weight, bias, targets, temperature = inputs()
     head = Head(weight_VD=weight, bias_V=bias, softcap=softcap)
-    scored = score_targets(hidden, head, targets, temperature_N=temperature, entropy=True, top_k=4, impl=impl)
+    both = Entropy.GRADIENT
+    scored = score_targets(hidden, head, targets, temperature_N=temperature, entropy=both, top_k=4, impl=impl)
     assert scored.entropy_N is not None and scored.top_k_ids_NK is not None and scored.top_k_logprobs_NK is not None
     for n in range(len(hidden)):
         args = hidden[n].numpy(), weight.numpy(), bias.numpy()
@@ -53,7 +55,9 @@ def test_values_are_the_definitions(impl: HeadImpl, softcap: float | None) -> No
         assert float(scored.entropy_N[n]) == pytest.approx(entropy, abs=1e-12)
         every = [reference(*args, v, t, softcap)[0] for v in range(13)]
         assert sorted(every, reverse=True)[:4] == pytest.approx(scored.top_k_logprobs_NK[n].tolist(), abs=1e-12)
-        assert [every[i] for i in scored.top_k_ids_NK[n]] == pytest.approx(scored.top_k_logprobs_NK[n].tolist(), abs=1e-12)
+        assert [every[i] for i in scored.top_k_ids_NK[n]] == pytest.approx(
+            scored.top_k_logprobs_NK[n].tolist(), abs=1e-12
+        )
 
 
 @pytest.mark.parametrize("impl", IMPLS)
@@ -65,7 +69,7 @@ def test_gradients_are_finite_differences(impl: HeadImpl, softcap: float | None,
 
     def run(*leaves: Tensor) -> tuple[Tensor, ...]:
         head = Head(weight_VD=leaves[1], bias_V=leaves[2] if with_bias else None, softcap=softcap)
-        scored = score_targets(leaves[0], head, targets, temperature_N=temperature, entropy=True, impl=impl)
+        scored = score_targets(leaves[0], head, targets, temperature_N=temperature, entropy=Entropy.GRADIENT, impl=impl)
         assert scored.entropy_N is not None
         return scored.logprobs_N, scored.entropy_N
 
@@ -104,19 +108,24 @@ def test_non_contiguous_inputs(impl: HeadImpl) -> None:
 
 @pytest.mark.parametrize("impl", IMPLS)
 def test_known_numbers(impl: HeadImpl) -> None:
-    """A38: a vocabulary that fills no tile, all logits negative. A41: temperature divides logits. A49: uniform entropy."""
+    """A38: a vocabulary that fills no tile, all logits negative. A41: temperature divides logits. A49: uniform
+    entropy."""
     eye = torch.eye(3, dtype=torch.float64)
     z = torch.tensor([[-20.0, -20.0, -17.0]], dtype=torch.float64)
     scored = score_targets(z, Head(weight_VD=eye), torch.tensor([2]), impl=impl)
     assert float(scored.logprobs_N[0]) == pytest.approx(-0.09492, abs=1e-5)
-    uniform = score_targets(z * 0, Head(weight_VD=eye), torch.tensor([1]), entropy=True, impl=impl)
+    uniform = score_targets(z * 0, Head(weight_VD=eye), torch.tensor([1]), entropy=Entropy.GRADIENT, impl=impl)
     assert float(uniform.logprobs_N[0]) == pytest.approx(-1.0986, abs=1e-4)
     two = torch.tensor([[2.0, 0.0]], dtype=torch.float64)
     half = torch.tensor([0.5])
     sharp = score_targets(two, Head(weight_VD=torch.eye(2).double()), torch.tensor([0]), temperature_N=half, impl=impl)
     assert float(sharp.logprobs_N[0]) == pytest.approx(-0.01815, abs=1e-5)
     four = score_targets(
-        torch.zeros(1, 2).double(), Head(weight_VD=torch.zeros(4, 2).double()), torch.tensor([0]), entropy=True, impl=impl
+        torch.zeros(1, 2).double(),
+        Head(weight_VD=torch.zeros(4, 2).double()),
+        torch.tensor([0]),
+        entropy=Entropy.GRADIENT,
+        impl=impl,
     )
     assert four.entropy_N is not None and float(four.entropy_N[0]) == pytest.approx(1.38629, abs=1e-5)
 
@@ -124,11 +133,13 @@ def test_known_numbers(impl: HeadImpl) -> None:
 @pytest.mark.parametrize("impl", IMPLS)
 def test_huge_logits_and_no_rows(impl: HeadImpl) -> None:
     hidden = torch.tensor([[1e4, -1e4]], requires_grad=True)
-    scored = score_targets(hidden, Head(weight_VD=torch.eye(2)), torch.tensor([1]), entropy=True, impl=impl)
+    scored = score_targets(hidden, Head(weight_VD=torch.eye(2)), torch.tensor([1]), entropy=Entropy.GRADIENT, impl=impl)
     scored.logprobs_N.sum().backward()
     assert scored.logprobs_N.item() == pytest.approx(-2e4) and hidden.grad is not None and hidden.grad.isfinite().all()
-    assert scored.entropy_N is not None and float(scored.entropy_N) == 0.0
-    none = score_targets(torch.zeros(0, 2), Head(weight_VD=torch.eye(2)), torch.zeros(0, dtype=torch.int64), top_k=1, impl=impl)
+    assert scored.entropy_N is not None and scored.entropy_N.item() == 0.0
+    none = score_targets(
+        torch.zeros(0, 2), Head(weight_VD=torch.eye(2)), torch.zeros(0, dtype=torch.int64), top_k=1, impl=impl
+    )
     assert none.logprobs_N.shape == (0,) and none.top_k_ids_NK is not None and none.top_k_ids_NK.shape == (0, 1)
 
 
@@ -136,7 +147,7 @@ def test_bfloat16_weights_accumulate_in_float32() -> None:
     hidden, weight, _, targets, _ = inputs(n=640, d=8)
     coarse = [t.to(torch.bfloat16) for t in (hidden, weight)]
     exact = grads(HeadImpl.PLAIN, coarse[0].double(), coarse[1].double(), targets)[1]
-    got = grads(HeadImpl.CHUNKED, *coarse, targets)[1]
+    got = grads(HeadImpl.CHUNKED, coarse[0], coarse[1], targets)[1]
     assert exact is not None and got is not None and got.dtype == torch.bfloat16
     assert float((got.double() - exact).abs().max() / exact.abs().max()) < 2e-2
 
@@ -146,8 +157,8 @@ def test_chunked_never_holds_all_logits() -> None:
     hidden, weight, _, targets, _ = inputs(n=160)
     largest = 0
 
-    class Watch(torch.utils._python_dispatch.TorchDispatchMode):
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # noqa: ANN001, ANN204
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
             nonlocal largest
             out = func(*args, **(kwargs or {}))
             if isinstance(out, Tensor):
@@ -156,5 +167,17 @@ def test_chunked_never_holds_all_logits() -> None:
 
     hidden, weight = hidden.requires_grad_(), weight.requires_grad_()
     with Watch():
-        score_targets(hidden, Head(weight_VD=weight), targets, entropy=True, impl=HeadImpl.CHUNKED).logprobs_N.sum().backward()
+        score_targets(
+            hidden, Head(weight_VD=weight), targets, entropy=Entropy.GRADIENT, impl=HeadImpl.CHUNKED
+        ).logprobs_N.sum().backward()
     assert largest <= max(16 * 13, hidden.numel()) < 160 * 13
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+def test_an_entropy_to_look_at_has_the_value_and_no_gradient(impl: HeadImpl) -> None:
+    hidden, weight, _, targets, _ = inputs()
+    hidden = hidden.requires_grad_()
+    seen, live = (score_targets(hidden, Head(weight_VD=weight), targets, entropy=kind, impl=impl).entropy_N
+                  for kind in (Entropy.VALUE, Entropy.GRADIENT))  # fmt: skip
+    assert seen is not None and live is not None
+    assert torch.equal(seen, live) and not seen.requires_grad and live.requires_grad
