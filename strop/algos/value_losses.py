@@ -45,7 +45,7 @@ class ClippedValue:
         square_T = (value_T - return_T).square()
         metrics: Metrics = {"value/mean": masked_mean(value_T, mask_T), "value/error": masked_mean(square_T, mask_T)}
         if self.clip is not None:
-            held_T = (old_T + (value_T - old_T).clamp(-self.clip, self.clip) - return_T).square()
+            held_T = (value_T.clamp(old_T - self.clip, old_T + self.clip) - return_T).square()
             metrics["value/clip_fraction"] = fraction(held_T > square_T, mask_T)
             square_T = torch.maximum(square_T, held_T)
         return 0.5 * square_T, metrics

@@ -212,3 +212,15 @@ def test_published_values_are_the_defaults() -> None:
     assert CISPO(ratio_max=5.0).ratio_min == 0.0
     assert PolicyGradient().kl_estimator is Estimator.K3
     assert (PolicyGradient().kl_coefficient, PolicyGradient().entropy_coefficient) == (0.0, 0.0)
+
+
+def test_a_value_inside_its_clip_is_not_counted_as_clipped() -> None:
+    """Nor by a rounding error: the bounded value is the value itself there, to the bit."""
+    generator = torch.Generator().manual_seed(0)
+    old_T = torch.randn(1000, generator=generator)
+    outputs = Outputs(logprobs_T=torch.zeros(1000), values_T=old_T + 0.1 * torch.rand(1000, generator=generator))
+    inputs = ValueInputs(old_values_T=old_T, returns_T=torch.randn(1000, generator=generator))
+    everywhere = torch.ones(1000, dtype=torch.bool)
+    held_T, metrics = ClippedValue(clip=0.2)(outputs, inputs, Layout((1000,)), everywhere)
+    assert metrics["value/clip_fraction"].result == 0.0
+    assert torch.equal(held_T, ClippedValue()(outputs, inputs, Layout((1000,)), everywhere)[0])
