@@ -1,0 +1,101 @@
+"""What is this engine's own: a batch's graph is gone before the next batch begins, and its optimizers are sorted right."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import weakref
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from strop.config.recipe import EngineConfig
+from strop.data.packing import Batch
+from strop.engines.base import OptimParams
+from strop.engines.fsdp2.engine import Fsdp2Engine
+from strop.engines.fsdp2.optimizer import build_optimizers
+from strop.errors import EngineError
+from strop.types import Layout, Metrics, Outputs, Want
+from tests.tiny_models import tiny_model
+
+
+def batch(tokens: int = 12) -> Batch[None]:
+    ids = torch.arange(tokens) % 90 + 3
+    targets = torch.cat([ids[1:], torch.tensor([-1])])
+    weights = (targets >= 0).float()
+    return Batch(
+        tokens_T=ids, targets_T=targets, mask_T=targets >= 0, weights_T=weights, layout=Layout((tokens,)), inputs=None
+    )
+
+
+class Likelihood:
+    """Calls `seen` with the live outputs of every batch."""
+
+    def __init__(self, seen: Callable[[Outputs], None] = lambda outputs: None) -> None:
+        self._seen = seen
+
+    @property
+    def want(self) -> Want:
+        return Want()
+
+    def __call__(self, outputs: Outputs, inputs: None, layout: Layout, mask_T: Tensor) -> tuple[Tensor, Metrics]:
+        self._seen(outputs)
+        return -outputs.logprobs_T, {}
+
+
+def test_no_batch_keeps_its_graph_until_the_next() -> None:
+    """I01: when a batch's loss is computed, the graphs of the batches before it are dead."""
+    graphs: list[weakref.ref[object]] = []
+    alive: list[int] = []
+
+    def seen(outputs: Outputs) -> None:
+        gc.collect()
+        alive.append(sum(graph() is not None for graph in graphs))
+        graphs.append(weakref.ref(outputs.logprobs_T))
+
+    engine = Fsdp2Engine(tiny_model("qwen3"), EngineConfig())
+    learned = asyncio.run(engine.forward_backward([batch() for _ in range(5)], Likelihood(seen)))
+    assert alive == [0, 0, 0, 0, 0] and len(graphs) == 5
+    assert not any(outputs.logprobs_T.requires_grad for outputs in learned.outputs)
+
+
+def test_a_frozen_engine_scores_and_refuses_to_learn() -> None:
+    engine = Fsdp2Engine(tiny_model("qwen3"), EngineConfig(), trainable=False)
+    (scored,) = asyncio.run(engine.forward([batch()]))
+    assert scored.logprobs_T.any()
+    with pytest.raises(EngineError, match="frozen"):
+        asyncio.run(engine.forward_backward([batch()], Likelihood()))
+    with pytest.raises(EngineError, match="frozen"):
+        asyncio.run(engine.optim_step(OptimParams(lr=1.0)))
+
+
+def test_a_loss_of_another_shape_is_refused() -> None:
+    class Short(Likelihood):
+        def __call__(self, outputs: Outputs, inputs: None, layout: Layout, mask_T: Tensor) -> tuple[Tensor, Metrics]:
+            return outputs.logprobs_T[1:], {}
+
+    with pytest.raises(EngineError, match=r"\(11,\) for targets \(12,\)"):
+        asyncio.run(Fsdp2Engine(tiny_model("qwen3"), EngineConfig()).forward_backward([batch()], Short()))
+
+
+def test_muon_takes_hidden_matrices_and_nothing_else() -> None:
+    model = tiny_model("qwen3")
+    excluded: set[Tensor] = {model.head.weight, *model.module.get_input_embeddings().parameters()}
+    made = build_optimizers("muon", model.module, excluded)
+    assert made.muon is not None
+    taken = {made.names[p] for group in made.muon.param_groups for p in group["params"]}
+    rest = {made.names[p] for group in made.adamw.param_groups for p in group["params"]}
+    assert taken | rest == {name for name, _ in model.module.named_parameters()} and not taken & rest
+    assert all("_proj.weight" in name for name in taken) and len(taken) == 2 * 7
+    assert {"model.embed_tokens.weight", "lm_head.weight", "model.norm.weight"} <= rest
+
+
+def test_optimizer_state_of_another_model_is_refused() -> None:
+    """D06: never a silent fresh start."""
+    made = build_optimizers("adamw", tiny_model("qwen3").module, set())
+    with pytest.raises(EngineError, match="no such parameter"):
+        made.load_state({"elsewhere.weight|exp_avg": torch.zeros(2)})
+    with pytest.raises(EngineError, match=r"\(2, 2\)"):
+        made.load_state({"model.norm.weight|exp_avg": torch.zeros(2, 2)})
