@@ -1,4 +1,4 @@
-"""What is this engine's own: a batch's graph is gone before the next batch begins, and its optimizers are sorted right."""
+"""What is this engine's own: one batch's graph at a time, frozen engines, and which tensor goes to which optimizer."""
 
 from __future__ import annotations
 
