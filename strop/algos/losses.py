@@ -113,12 +113,14 @@ class PolicyLoss(ABC):
         if inputs.reference_logprobs_T is not None:
             kl_T = estimate(self.kl_estimator, outputs.logprobs_T, inputs.reference_logprobs_T, mask_T)
             metrics["kl/reference"] = masked_mean(kl_T, mask_T)
-            terms_T = terms_T + self.kl_coefficient * kl_T
+            if self.kl_coefficient:
+                terms_T = terms_T + self.kl_coefficient * kl_T
         elif self.kl_coefficient:
             raise ValueError(f"kl_coefficient is {self.kl_coefficient}, but the batch has no reference_logprobs_T")
         if outputs.entropy_T is not None:
             metrics["policy/entropy"] = masked_mean(outputs.entropy_T, mask_T)
-            terms_T = terms_T - self.entropy_coefficient * masked(outputs.entropy_T, mask_T)
+            if self.entropy_coefficient:
+                terms_T = terms_T - self.entropy_coefficient * masked(outputs.entropy_T, mask_T)
         elif self.entropy_coefficient:
             raise ValueError(f"entropy_coefficient is {self.entropy_coefficient}, but the engine gave no entropy_T")
         return terms_T, metrics

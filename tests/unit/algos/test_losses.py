@@ -224,3 +224,14 @@ def test_a_value_inside_its_clip_is_not_counted_as_clipped() -> None:
     held_T, metrics = ClippedValue(clip=0.2)(outputs, inputs, Layout((1000,)), everywhere)
     assert metrics["value/clip_fraction"].result == 0.0
     assert torch.equal(held_T, ClippedValue()(outputs, inputs, Layout((1000,)), everywhere)[0])
+
+
+def test_what_is_only_measured_is_not_differentiated() -> None:
+    entropy_T, reference_T = torch.ones(4, requires_grad=True), OLD.clone().requires_grad_()
+    outputs = Outputs(logprobs_T=OLD.clone().requires_grad_(), entropy_T=entropy_T)
+    inputs = replace(INPUTS, reference_logprobs_T=reference_T)
+    loss_T, metrics = PolicyGradient()(outputs, inputs, LAYOUT, MASK)
+    loss_T.sum().backward()
+    assert entropy_T.grad is None and reference_T.grad is None
+    assert not any(isinstance(m.value, torch.Tensor) and m.value.requires_grad for m in metrics.values())
+    assert metrics["policy/entropy"].result == 1.0
