@@ -1,6 +1,7 @@
 """How much memory and disk a run needs, part by part, from the model's configuration and the recipe alone.
 
-Exact: weights, gradients, optimizer, sampler weights, cache. Upper bounds: activations and logits, for a full pack.
+Exact: weights, gradients, optimizer, sampler weights. Upper bounds: activations and logits, for a full pack, and the
+cache, whose pages take memory only once they are used.
 """
 
 from __future__ import annotations

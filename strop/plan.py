@@ -60,7 +60,7 @@ class Plan:
             parts = self.memory.parts()
             wide = max(map(len, [*parts, "together"]))
             has = f"this machine has {self.machine:,.0f}"
-            lines += ["", f"memory, MiB (activations and logits are upper bounds; {has})"]
+            lines += ["", f"memory at the most, MiB ({has})"]
             lines += [f"  {name:<{wide}}  {size:>10,.1f}" for name, size in parts.items()]
             lines.append(f"  {'together':<{wide}}  {self.memory.total:>10,.1f}")
         return "\n".join([*lines, *(["", *(f"note: {note}" for note in self.notes)] if self.notes else [])])

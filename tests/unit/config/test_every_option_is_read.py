@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+from functools import cache
 from pathlib import Path
 
 import strop.config
@@ -14,6 +15,7 @@ STROP = CONFIG.parent
 TALKERS = ("plan.py", "estimate.py", "cli.py", "doctor.py")
 
 
+@cache
 def readers() -> dict[str, set[str]]:
     """Attribute name -> the files of strop that read it."""
     found: dict[str, set[str]] = {}

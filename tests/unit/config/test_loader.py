@@ -323,7 +323,7 @@ recipes = st.builds(
 )
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(recipes)
 def test_a_dumped_recipe_loads_as_itself(recipe: Recipe) -> None:
     """C02, C03: every value and every type comes back."""

@@ -93,7 +93,7 @@ def same(a: object, b: object) -> bool:
     return a == b
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(Values)
 def test_values_survive_the_round_trip(value: object) -> None:
     assert is_plain(value)
