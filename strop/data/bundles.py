@@ -152,10 +152,11 @@ def _shared_prefixes(texts: Texts) -> Int64s:
     length_S = common_P[group_S]
     length_S[head_P] = 0
     end_S = np.cumsum(length_S)
-    offset_T = np.arange(int(end_S[-1]))
-    own_T = np.repeat(texts.start_S[:first] - (end_S - length_S), length_S) + offset_T
-    its_T = np.repeat(texts.start_S[head_P][group_S] - (end_S - length_S), length_S) + offset_T
-    differ = np.flatnonzero(texts.tokens_T[own_T] != texts.tokens_T[its_T])
+    at_T = np.repeat(texts.start_S[:first] - (end_S - length_S), length_S)
+    at_T += np.arange(len(at_T))
+    own_T = texts.tokens_T[at_T]
+    at_T -= np.repeat(texts.start_S[:first] - texts.start_S[head_P][group_S], length_S)
+    differ = np.flatnonzero(own_T != texts.tokens_T[at_T])
     s = np.searchsorted(end_S, differ, side="right")
     np.minimum.at(common_P, group_S[s], differ - (end_S - length_S)[s])
     prefix_S = np.zeros(len(texts), np.int64)

@@ -229,33 +229,35 @@ class _Columns:
 
     def __init__(self, texts: Texts, plan: Arrangement, weight_N: NDArray[np.float64]) -> None:
         end_S = np.cumsum(plan.length_S)
-        self._plan = plan
-        self._last_S = end_S - 1
-        self._source_T = np.repeat(plan.start_S - (end_S - plan.length_S), plan.length_S) + np.arange(end_S[-1])
+        self._length_S = plan.length_S
         self._lengths, self._parents = plan.length_S.tolist(), plan.parent_S.tolist()
         self._bounds = plan.bound_B.tolist()
         edges = np.append(0, end_S)[plan.bound_B].tolist()
         self.spans = [slice(lo, hi) for lo, hi in pairwise(edges)]
-        self.tokens_T = texts.tokens_T[self._source_T].astype(np.int64)
-        self.targets_T = self._shift(self.tokens_T, -1)
-        prefixes = np.flatnonzero((plan.parent_S[:-1] < 0) & (plan.parent_S[1:] >= 0))  # their branches follow them
-        self.targets_T[self._last_S[prefixes]] = texts.tokens_T[plan.start_S[prefixes] + plan.length_S[prefixes]]
+        at_T = np.repeat(plan.start_S - (end_S - plan.length_S), plan.length_S)
+        at_T += np.arange(len(at_T))
+        self.tokens_T = texts.tokens_T[at_T].astype(np.int64)
+        # A prefix's branches follow it and it goes on in them; every other sequence is the end of its text.
+        goes_on_S = np.append((plan.parent_S[:-1] < 0) & (plan.parent_S[1:] >= 0), False)
+        self._ends = (end_S - 1)[~goes_on_S]
+        at_T += 1
+        at_T[self._ends] -= 1  # nothing comes next, and the columns may end here
+        self._next_T = at_T
+        self.targets_T = self.next(texts.tokens_T, -1).astype(np.int64)
         self.mask_T = self.next(texts.sampled_T, False)
         self.weights_T = self.spread(weight_N[plan.unit_S])
 
-    def next(self, column_T: NDArray[ColumnT], fill: bool | float) -> NDArray[ColumnT]:
+    def next(self, column_T: NDArray[ColumnT], fill: float) -> NDArray[ColumnT]:
         """What a column of the texts says of each row's target; `fill` where there is none."""
-        return self._shift(column_T[self._source_T], fill)
+        next_T = column_T[self._next_T]
+        next_T[self._ends] = fill
+        return next_T
 
     def spread(self, value_S: NDArray[np.float64]) -> Float32s:
         """One number for each sequence, at its trained targets; 0 elsewhere."""
-        return np.repeat(value_S.astype(np.float32), self._plan.length_S) * self.mask_T
-
-    def _shift(self, column_T: NDArray[ColumnT], fill: float) -> NDArray[ColumnT]:
-        shifted_T = np.empty_like(column_T)
-        shifted_T[:-1] = column_T[1:]
-        shifted_T[self._last_S] = fill
-        return shifted_T
+        value_T = np.repeat(value_S.astype(np.float32), self._length_S)
+        value_T *= self.mask_T
+        return value_T
 
     def batch(self, b: int, inputs: InputsT, temperature_T: Float32s | None) -> Batch[InputsT]:
         """Batch b; its tensors are views of the columns."""
