@@ -32,7 +32,6 @@ CORE = (
     "gguf",
     "huggingface_hub",
     "jinja2",
-    "matplotlib",
     "numpy",
     "psutil",
     "pyarrow",
