@@ -122,7 +122,7 @@ def passes(report: Report, hidden: int, inner: int, heads: tuple[int, int, int])
     both_ways(
         report,
         f"norm_rope {H}+{J} x {C}",
-        lambda q, k, a, b, i: fused.norm_rope(q, k, a, b, EPS, cos, sin, i),
+        lambda q, k, a, b, i: fused.norm_rope(q, k, a, b, eps=EPS, cos_TC=cos, sin_TC=sin, impl=i),
         [q, k, torch.randn(C), torch.randn(C)],
         (2 * size, 3 * size),
     )

@@ -1,7 +1,7 @@
 """Learning curves of several runs as one SVG file: python tools/curves.py OUT.svg TITLE RUN [RUN ...]
 
-Dots are held-out accuracies, the faint line behind them is the mean reward of each step's own attempts (a moving mean of
-nine). One colour for each run.
+Dots are held-out accuracies; the faint line behind them is the mean reward of each step's own attempts, a moving mean
+of nine. One colour for each run.
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ def height(value: float) -> float:
 def draw(title: str, runs: list[Path]) -> str:
     last = max(row["step"] for run in runs for row in rows(run / "metrics.jsonl"))
     parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" font-family="sans-serif" font-size="11">',
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" font-family="sans-serif" '
+        'font-size="11">',
         f'<rect width="{WIDTH}" height="{HEIGHT}" fill="#fff"/><text x="{LEFT}" y="18" font-size="13">{title}</text>',
     ]
     for tenth in (0, 2, 4, 6, 8, 10):
@@ -43,11 +44,12 @@ def draw(title: str, runs: list[Path]) -> str:
         parts.append(f'<path d="M{LEFT} {y:.1f}H{WIDTH - 12}" stroke="#ddd"/>')
         parts.append(f'<text x="{LEFT - 6}" y="{y + 4:.1f}" text-anchor="end" fill="#555">{tenth * 10} %</text>')
     for step in sorted({0, last // 2, last}):
-        parts.append(f'<text x="{place(step, last):.1f}" y="{HEIGHT - 10}" text-anchor="middle" fill="#555">{step}</text>')
+        x = place(step, last)
+        parts.append(f'<text x="{x:.1f}" y="{HEIGHT - 10}" text-anchor="middle" fill="#555">{step}</text>')
     for color, run in zip(COLORS, runs, strict=False):
         rewards = [(row["step"], row["reward/mean"]) for row in rows(run / "metrics.jsonl")]
-        means = [sum(r for _, r in rewards[max(0, i - 4) : i + 5]) / len(rewards[max(0, i - 4) : i + 5]) for i in range(len(rewards))]
-        smooth = [(step, mean) for (step, _), mean in zip(rewards, means, strict=True)]
+        windows = [rewards[max(0, i - 4) : i + 5] for i in range(len(rewards))]
+        smooth = [(rewards[i][0], sum(r for _, r in near) / len(near)) for i, near in enumerate(windows)]
         parts.append(polyline(smooth, last, f'stroke="{color}" stroke-opacity="0.35"'))
         accuracies = [(row["step"], row["sampled_accuracy"]) for row in rows(run / "evaluations.jsonl")]
         parts.append(polyline(accuracies, last, f'stroke="{color}" stroke-width="2"'))

@@ -68,13 +68,14 @@ def test_knobs_without_meaning_are_refused(make: Callable[[], object], message: 
 
 
 def test_bounds_at_their_edges_are_not() -> None:
-    ClippedSurrogate(clip_low=0.0, clip_high=0.0)
-    ClippedSurrogate(clip_low=1.0, clip_high=5.0)
-    CISPO(ratio_min=1.0, ratio_max=1.0)
-    CISPO(ratio_min=0.0, ratio_max=1.0)
-    DPPOTotalVariation(low=0.0, high=0.0, ratio_max=1.0)
-    GMPO(clip_low=0.0, clip_high=0.0)
-    ClippedValue(clip=0.0)
+    """Each is taken as it is given, not moved to a safer value."""
+    assert ClippedSurrogate(clip_low=0.0, clip_high=0.0).clip_low == 0.0
+    assert ClippedSurrogate(clip_low=1.0, clip_high=5.0).clip_low == 1.0
+    assert CISPO(ratio_min=1.0, ratio_max=1.0).ratio_min == 1.0
+    assert CISPO(ratio_min=0.0, ratio_max=1.0).ratio_min == 0.0
+    assert DPPOTotalVariation(low=0.0, high=0.0, ratio_max=1.0).low == 0.0
+    assert GMPO(clip_low=0.0, clip_high=0.0).clip_high == 0.0
+    assert ClippedValue(clip=0.0).clip == 0.0
 
 
 def test_numbers_that_are_not_there_are_missed() -> None:

@@ -48,7 +48,7 @@ class Case:
 def norm_rope_op(
     q: Tensor, k: Tensor, qw: Tensor, kw: Tensor, cos: Tensor, sin: Tensor, impl: Impl
 ) -> tuple[Tensor, ...]:
-    return fused.norm_rope(q, k, qw, kw, EPS, cos, sin, impl)
+    return fused.norm_rope(q, k, qw, kw, eps=EPS, cos_TC=cos, sin_TC=sin, impl=impl)
 
 
 def norm_rope_reference(q: Tensor, k: Tensor, qw: Tensor, kw: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, ...]:
@@ -209,7 +209,8 @@ def test_heads_cut_from_one_fused_projection(impl: Impl) -> None:
 
     def both(cut: Callable[[Tensor], Tensor]) -> list[Tensor]:
         q, k = cut(qkv[:, :4]), cut(qkv[:, 4:6])
-        out = fused.norm_rope(q, k, cut(weights[:, 0]), cut(weights[:, 1]), EPS, cos, sin, impl)
+        norms = cut(weights[:, 0]), cut(weights[:, 1])
+        out = fused.norm_rope(q, k, *norms, eps=EPS, cos_TC=cos, sin_TC=sin, impl=impl)
         return [*out, *torch.autograd.grad(out, qkv, [o.detach() * 3 for o in out])]
 
     assert all(torch.equal(a, b) for a, b in zip(both(lambda x: x), both(lambda x: x.contiguous()), strict=True))
