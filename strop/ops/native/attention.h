@@ -42,7 +42,7 @@ struct Block {
 };
 
 // Scores of one block against keys [key, key + n), tile by tile, skipping what no row of a tile may see.
-STROP_INLINE void block_products(const Block& block, const float* left, int64_t inner, int64_t ldl, const float* panels,
+STROP_ONCE void block_products(const Block& block, const float* left, int64_t inner, int64_t ldl, const float* panels,
                                  int64_t key, int64_t n, float* scores) {
   for (int64_t at = 0; at < n; at += NR) {
     const float* panel = panels + (key + at) * inner;
@@ -55,7 +55,7 @@ STROP_INLINE void block_products(const Block& block, const float* left, int64_t 
 }
 
 // out[m] (+)= weights[m] . right over the keys [key, key + n) that row m's register tile sees: right is packed by rows.
-STROP_INLINE void block_mix(const Block& block, const float* weights, const float* right, int64_t capacity, int64_t key,
+STROP_ONCE void block_mix(const Block& block, const float* weights, const float* right, int64_t capacity, int64_t key,
                             int64_t n, int64_t width, float* out, bool add) {
   for (int64_t c = 0; c < width; c += NR)
     for (int64_t m = 0; m < block.rows; m += MR) {
@@ -70,7 +70,7 @@ STROP_INLINE void block_mix(const Block& block, const float* weights, const floa
 }
 
 // grads[key] += sum over rows m of weights[m][key] * left[m], for keys [key, key + n).
-STROP_INLINE void block_gather(const Block& block, const float* weights, const float* left, int64_t width, int64_t key,
+STROP_ONCE void block_gather(const Block& block, const float* weights, const float* left, int64_t width, int64_t key,
                                int64_t n, float* grads) {
   for (int64_t c = 0; c < width; c += NR)
     for (int64_t at = 0; at < n; at += MR) {

@@ -168,11 +168,11 @@ class PagedRun {
     int64_t p = 0;
     for (; p + P <= pages_; p += P)
       page_scores<M, P>(a_.C, q, a_.C, pages + p, pages + p + P, scores + p * PAGE, lds_);
-    if (P > 1 && p < pages_)
-      with_rows(pages_ - p, [&](auto left) {
-        constexpr int rest = left < P ? static_cast<int>(left) : 1;
-        page_scores<M, rest>(a_.C, q, a_.C, pages + p, pages + p + rest, scores + p * PAGE, lds_);
-      });
+    if (P > 2 && p + 2 <= pages_) {
+      page_scores<M, 2>(a_.C, q, a_.C, pages + p, pages + p + 2, scores + p * PAGE, lds_);
+      p += 2;
+    }
+    if (P > 1 && p < pages_) page_scores<M, 1>(a_.C, q, a_.C, pages + p, pages + p + 1, scores + p * PAGE, lds_);
   }
 
   template <int M>

@@ -17,6 +17,7 @@
 #endif
 
 #define STROP_INLINE static inline __attribute__((always_inline))
+#define STROP_ONCE static __attribute__((noinline))  // many register tiles inside: one copy is enough
 
 namespace strop {
 
