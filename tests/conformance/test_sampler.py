@@ -254,6 +254,8 @@ def test_a_stop_token_ends_the_completion_and_is_part_of_it(sampler: Sampler):
     assert cut.stop is Stop.TOKEN
     assert cut.tokens.tolist() == free.tokens[: first + 1].tolist()
     np.testing.assert_allclose(cut.logprobs, free.logprobs[: first + 1], atol=1e-5, rtol=0)
+    (again,) = run(sampler.sample(Prompt(prompt), params))
+    assert same(again, free)  # its stop tokens ended with the request
 
 
 def test_a_stop_string_may_cross_tokens(sampler: Sampler):

@@ -161,7 +161,7 @@ def test_one_failure_too_many_stops_the_step_and_names_the_first():
     assert len(play(player, tasks, 1, max_failures=5)) == 6
 
 
-def test_a_cancelled_step_is_not_a_failure():
+def test_a_cancelled_step_is_not_a_failure(caplog: pytest.LogCaptureFixture):
     """Stopping a run must not look like broken episodes."""
 
     class Endless(Recorder):
@@ -181,6 +181,7 @@ def test_a_cancelled_step_is_not_a_failure():
             await playing
 
     asyncio.run(stop_soon())
+    assert caplog.text == ""
 
 
 def test_sampling_params_are_the_recipes_and_the_renderers():
