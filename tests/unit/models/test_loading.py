@@ -231,3 +231,23 @@ def test_a_step_moves_every_parameter() -> None:
     asyncio.run(engine.forward_backward([batch], _Likelihood()))
     asyncio.run(engine.optim_step(OptimParams(lr=0.1)))
     assert all(not torch.equal(before[n], t) for n, t in model.state())
+
+
+def test_a_gguf_file_is_converted_once_for_model_and_tokenizer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Model, tokenizer and end tokens each ask for the folder; a file that changes is converted anew."""
+    from strop.models import loading
+
+    made: list[Path] = []
+
+    def convert(source: Path, target: Path) -> Path:
+        made.append(target)
+        target.mkdir(parents=True)
+        return target
+
+    monkeypatch.setenv("STROP_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(loading, "convert_gguf", convert)
+    (tmp_path / "m.gguf").write_bytes(b"one")
+    config = ModelConfig(path=str(tmp_path / "m.gguf"))
+    assert loading.model_folder(config) == loading.model_folder(config) == made[0]
+    (tmp_path / "m.gguf").write_bytes(b"another")
+    assert loading.model_folder(config) == made[1] != made[0]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 import subprocess
 import sys
 from pathlib import Path
@@ -84,7 +85,10 @@ def test_wandb_writes_an_offline_run(tmp_path: Path) -> None:
 
     asyncio.run(train())
     (logged,) = folder.glob("wandb/offline-run-*/run-*.wandb")
-    content = logged.read_bytes()
+    for _ in range(600):  # W&B's own process writes the file, and may do so after `finish` has returned
+        if b"grpo.schedule.lr" in (content := logged.read_bytes()) and b"sft/evaluate/sampled_accuracy" in content:
+            break
+        time.sleep(0.1)
     assert b"sft/reward/mean" in content and b"sft/evaluate/sampled_accuracy" in content
     assert b"grpo.schedule.lr" in content, "the recipe is its configuration"
     assert_no_secret(folder)
