@@ -76,10 +76,9 @@ def _jsonl(name: str, file: Path) -> Iterator[Row | str]:
 
 
 def _row(row_id: str, where: str, fields: object) -> Row | str:
-    """`row_id` without its folders: a project that moves keeps its tasks' names, and so its checkpoints."""
     if not isinstance(fields, Mapping):
         return f"{where}: a row must be an object with named fields, and this is {shown(fields)}"
-    return Row(row_id.rsplit("/", 1)[-1], where, cast("Mapping[str, Any]", fields))
+    return Row(row_id, where, cast("Mapping[str, Any]", fields))
 
 
 def _parquet(name: str, file: Path) -> Iterator[Row | str]:

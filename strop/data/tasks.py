@@ -112,7 +112,8 @@ def _task(row: Row, config: TasksConfig) -> Task | str:
             f"{row.where}, field {answer_key!r}: {shown(row.fields[answer_key])} is no answer; tasks.reward "
             f"{config.reward!r} compares with text or a number"
         )
-    return Task(id=row.id, messages=messages, answer=answer, source=f"{config.source}/{config.path}", meta=row.fields)
+    task_id = row.id.rsplit("/", 1)[-1]  # without folders: a project that moves keeps its tasks' names, and its runs
+    return Task(id=task_id, messages=messages, answer=answer, source=f"{config.source}/{config.path}", meta=row.fields)
 
 
 def _answer_text(value: object) -> str | None:

@@ -75,7 +75,7 @@ def test_files_of_a_folder_come_in_the_order_of_their_names(tmp_path: Path) -> N
     tasks = load(tmp_path, path="many")
     assert messages(tasks) == ["one", "two", "three"]
     assert tasks.train[1].messages == chat
-    assert [task.id for task in tasks.train] == ["many/a.jsonl:1", "many/a.jsonl:2", "many/b.jsonl:1"]
+    assert [task.id for task in tasks.train] == ["a.jsonl:1", "a.jsonl:2", "b.jsonl:1"]
 
 
 def test_ids_are_unique_across_files_and_rows(tmp_path: Path) -> None:
