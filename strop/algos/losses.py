@@ -277,7 +277,7 @@ class DPPO(PolicyLoss, ABC):
     """-A sg(min(ratio, ratio_max)) logprob, but 0 for a token that would leave the trust region.
 
     A token leaves it when its advantage pushes its probability further from the old one and the two are already more
-    than `low` (A <= 0) or `high` (A > 0) apart, by a divergence of the two outcomes "this token" and "another"
+    than `low` (A < 0) or `high` (A > 0) apart, by a divergence of the two outcomes "this token" and "another"
     (arXiv 2602.04879). Ratios are unfair to rare tokens; this is not. Raises ValueError for a negative bound.
     """
 
@@ -299,7 +299,7 @@ class DPPO(PolicyLoss, ABC):
         logprobs_T = at.logprobs_T.detach()
         far_T = self.distance(logprobs_T, at.old_logprobs_T)
         up_T = (at.advantages_T > 0) & (logprobs_T > at.old_logprobs_T) & (far_T > self.high)
-        down_T = (at.advantages_T <= 0) & (logprobs_T < at.old_logprobs_T) & (far_T > self.low)
+        down_T = (at.advantages_T < 0) & (logprobs_T < at.old_logprobs_T) & (far_T > self.low)
         weight_T = torch.where(up_T | down_T, 0.0, at.log_ratio_T.detach().exp().clamp(max=self.ratio_max))
         metrics: Metrics = {
             "policy/clip_fraction_low": fraction(down_T, at.mask_T),

@@ -127,3 +127,10 @@ def test_noise_scales_with_large_rewards_but_not_with_small_ones() -> None:
         True,
         False,
     ]
+
+
+def test_bounds_belong_to_their_side() -> None:
+    assert filters.informative(np.array([[0.0, 1e-6], [0.0, 1.01e-6]])).tolist() == [False, True]
+    assert not filters.overlong_penalty(np.array([20]), max_length=20, buffer=20, factor=0.0).any()
+    gains_PG = filters.length_reward(np.array([[3, 4]]), np.array([[True, True]]))
+    assert gains_PG.tolist() == [[0.5, -0.5]]

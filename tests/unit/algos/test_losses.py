@@ -236,3 +236,9 @@ def test_what_is_only_measured_is_not_differentiated() -> None:
     assert entropy_T.grad is None and reference_T.grad is None
     assert not any(isinstance(m.value, torch.Tensor) and m.value.requires_grad for m in metrics.values())
     assert metrics["policy/entropy"].result == 1.0
+
+
+@pytest.mark.parametrize("loss", [loss for loss, _ in KNOBS if not isinstance(loss, CISPO)])
+def test_a_token_without_an_advantage_is_never_clipped(loss: PolicyLoss) -> None:
+    _, metrics = loss(OUTPUTS, replace(INPUTS, advantages_T=torch.zeros(4)), LAYOUT, MASK)
+    assert all(m.result == 0.0 for name, m in metrics.items() if "clip_fraction" in name)
