@@ -94,7 +94,8 @@ async def run(workload: common.Workload, steps: int, assets: Path, pack_tokens: 
         grpo=cfg,
     )
     model = load_model(recipe.model, vocab_size=0, seed=0)
-    sampler = BuiltinSampler(model.clone(), max_running=256, cache_tokens=32_768)
+    cache_tokens = workload.tasks * (workload.longest + workload.group * workload.max_tokens * 3 // 4)
+    sampler = BuiltinSampler(model.clone(), max_running=256, cache_tokens=cache_tokens)
     engine, renderer = build_engine(packing, model), Ids(folder)
     player = Player(sampler, renderer, EvenIds, seed=0, max_turns=1)
     params = SamplingParams(max_tokens=workload.max_tokens, stop_tokens=renderer.stop_tokens)
