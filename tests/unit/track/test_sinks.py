@@ -85,8 +85,10 @@ def test_wandb_writes_an_offline_run(tmp_path: Path) -> None:
 
     asyncio.run(train())
     (logged,) = folder.glob("wandb/offline-run-*/run-*.wandb")
+    content = b""
     for _ in range(600):  # W&B's own process writes the file, and may do so after `finish` has returned
-        if b"grpo.schedule.lr" in (content := logged.read_bytes()) and b"sft/evaluate/sampled_accuracy" in content:
+        content = logged.read_bytes()
+        if b"grpo.schedule.lr" in content and b"sft/evaluate/sampled_accuracy" in content:
             break
         time.sleep(0.1)
     assert b"sft/reward/mean" in content and b"sft/evaluate/sampled_accuracy" in content
