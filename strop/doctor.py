@@ -22,6 +22,7 @@ EXTRAS: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "server": ("serving the trainer over HTTP", ("fastapi", "uvicorn")),
     "veomni": ("the VeOmni training backend", ("veomni",)),
     "track": ("TensorBoard and Weights & Biases", ("tensorboard", "wandb")),
+    "math": ("rewards that compare mathematics", ("math_verify",)),
     "dev": (
         "tests and checks",
         ("hypothesis", "importlinter", "jaxtyping", "pyright", "pytest", "xdist", "ruff"),
@@ -29,6 +30,7 @@ EXTRAS: Mapping[str, tuple[str, tuple[str, ...]]] = {
 }
 CORE = (
     "datasets",
+    "filelock",
     "gguf",
     "huggingface_hub",
     "jinja2",
