@@ -451,3 +451,16 @@ def test_what_a_backend_cannot_do_is_an_error(factory: Factory) -> None:
     if not engine.capabilities.value_head:
         with pytest.raises(StropError, match="values"):
             asyncio.run(engine.forward([pack(sequences())], Want(values=True)))
+
+
+@pytest.mark.parametrize("family", ["qwen3", "llama", "qwen3_moe"])
+def test_bfloat16_is_float32_to_its_own_precision(factory: Factory, family: str) -> None:
+    norms, logprobs = [], []
+    for dtype in (torch.bfloat16, torch.float32):
+        engine = factory(family, dtype, DEFAULT)
+        learned = asyncio.run(engine.forward_backward([pack(sequences())], Scaled()))
+        logprobs.append(learned.outputs[0].logprobs_T)
+        norms.append(asyncio.run(engine.optim_step(OptimParams(lr=1e-3))).grad_norm)
+        assert all(tensor.dtype == dtype for _, tensor in engine.weights() if tensor.is_floating_point())
+    assert torch.allclose(*logprobs, atol=0.05) and not torch.equal(*logprobs)
+    assert norms[0] == pytest.approx(norms[1], rel=0.02)
