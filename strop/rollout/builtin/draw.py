@@ -17,8 +17,6 @@ from torch import Tensor
 Float64s = NDArray[np.float64]
 Int64s = NDArray[np.int64]
 
-CANDIDATES = 1024  # likeliest tokens that top-p looks at before it sorts the whole vocabulary
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
@@ -119,13 +117,16 @@ def _top_k_floor(scaled_NV: Tensor, k_N: Int64s) -> Tensor:
 
 def _top_p_floor(scaled_NV: Tensor, floor_N1: Tensor, p_N: Float64s) -> Tensor:
     """The last logit of the smallest set that holds probability p of what is at or above `floor_N1`."""
-    probs_NV = torch.softmax(torch.where(scaled_NV >= floor_N1, scaled_NV, -torch.inf), -1)
+    ordered_NV = _descending(scaled_NV)
+    probs_NV = torch.softmax(torch.where(ordered_NV >= floor_N1, ordered_NV, -torch.inf), -1)
     p_N1 = _column(p_N, scaled_NV)
-    best = probs_NV.topk(min(CANDIDATES, probs_NV.shape[-1]))
-    values_NK, indices_NK = best.values, best.indices
-    if bool((values_NK.sum(-1, keepdim=True) < p_N1).logical_and_(p_N1 < 1).any()):
-        values_NK, indices_NK = probs_NV.sort(descending=True)
-    # Rounding may leave the whole sum just under p: then every candidate stays.
-    last_N1 = (values_NK.cumsum(-1) < p_N1).sum(-1, keepdim=True).clamp_(max=values_NK.shape[-1] - 1)
-    cutoff_N1 = scaled_NV.gather(-1, indices_NK.gather(-1, last_N1))
-    return torch.where(p_N1 < 1, cutoff_N1, -torch.inf)
+    # Rounding may leave the whole sum just under p: then everything stays.
+    last_N1 = (probs_NV.cumsum(-1) < p_N1).sum(-1, keepdim=True).clamp_(max=scaled_NV.shape[-1] - 1)
+    return torch.where(p_N1 < 1, ordered_NV.gather(-1, last_N1), -torch.inf)
+
+
+def _descending(values_NV: Tensor) -> Tensor:
+    """Each row, largest first. On CPUs NumPy's vectorised sort takes a tenth of torch's time."""
+    if values_NV.device.type == "cpu":
+        return torch.from_numpy(np.sort(values_NV.numpy(), axis=-1)).flip(-1)
+    return values_NV.sort(descending=True).values

@@ -86,9 +86,13 @@ class PagePool:
             self._digest_of[page] = digest
 
     def forget_all(self) -> None:
-        """No page's contents will be found again: the weights that made them are gone."""
+        """No page's contents will be found again: the weights that made them are gone.
+
+        The first pages go first again, so that a cache with room to spare never touches all of its memory.
+        """
         self._page_of.clear()
         self._digest_of.clear()
+        self._free = OrderedDict.fromkeys(sorted(self._free))
 
     def _forget(self, page: int) -> None:
         digest = self._digest_of.pop(page, None)

@@ -75,6 +75,17 @@ def test_forget_all_finds_nothing_and_loses_nothing():
     assert sorted(pool.take(4)) == [0, 1, 2, 3]
 
 
+def test_after_an_update_the_same_pages_are_used_again():
+    """A roomy cache keeps to the memory that it has touched."""
+    pool, used = PagePool(1000), set[int]()
+    for update in range(20):
+        pages = fill(pool, np.arange(10 * PAGE) + update)
+        used.update(pages)
+        pool.release(pages)
+        pool.forget_all()
+    assert used == set(range(10))
+
+
 def test_taking_more_than_there_is_raises_and_takes_nothing():
     pool = PagePool(2)
     with pytest.raises(RolloutError, match="3 cache pages were taken but 2 are free"):
