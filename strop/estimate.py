@@ -117,7 +117,7 @@ def memory(shape: Shape, recipe: Recipe, *, step_tokens: int, impl: Impl) -> Mem
                       sampler: R V 4 * 3 for R running requests
         sampler       N b: its own copy of the weights
         cache         tokens of it, in whole pages, times 2 L J C b
-        reference     N b when grpo.kl_coefficient > 0
+        reference     N b when a loop keeps a frozen copy of its start
 
     The trainer's and the sampler's logits never exist at once: the larger counts. The interpreter and its libraries add
     a few hundred MiB, and a checkpoint in the making a copy of no more than one tensor.
@@ -127,7 +127,7 @@ def memory(shape: Shape, recipe: Recipe, *, step_tokens: int, impl: Impl) -> Mem
     muon = shape.matrices if recipe.engine.optimizer == "muon" else 0
     tokens = min(recipe.engine.pack_tokens, step_tokens)
     pages = -(-recipe.sampler.cache_tokens // PAGE)
-    reference = recipe.grpo is not None and recipe.grpo.kl_coefficient > 0
+    reference = any(loop.needs_reference for loop in recipe.loops().values())
     return Memory(
         weights=n * b / MIB,
         gradients=n * b / MIB,
@@ -148,8 +148,8 @@ def checkpoint_bytes(shape: Shape, recipe: Recipe) -> int:
 
 def disk_bytes(shape: Shape, recipe: Recipe) -> int:
     """Checkpoints kept (newest, best, the end of a loop that another follows), one being written, and the export."""
-    kept = recipe.run.keep + int(recipe.evaluate.keep_best) + int(recipe.sft is not None and recipe.grpo is not None)
-    steps = sum(loop.steps for loop in (recipe.sft, recipe.grpo) if loop is not None)
+    kept = recipe.run.keep + int(recipe.evaluate.keep_best) + len(recipe.loops()) - 1
+    steps = sum(loop.steps for loop in recipe.loops().values())
     saves = min(steps, kept) if recipe.run.save_every else min(steps, 3)
     return (min(kept, saves) + 1) * checkpoint_bytes(shape, recipe) + shape.parameters * BYTES[recipe.model.dtype]
 

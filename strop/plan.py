@@ -23,7 +23,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from strop import estimate
-from strop.config.recipe import ModelConfig, Recipe, ScheduleConfig, TooLong
+from strop.config.recipe import LoopConfig, ModelConfig, Recipe, ScheduleConfig, TooLong
 from strop.data.tasks import Task, TaskSet, load_tasks
 from strop.engines.base import Capabilities
 from strop.engines.build import build_engine
@@ -264,8 +264,8 @@ def _check_tasks(recipe: Recipe, base: Path, facts: _Facts) -> None:
             if value
         ]
         facts.notes.append("no tasks are held out: accuracy is not measured, and no checkpoint is the best")
-    for name, loop in (("sft", recipe.sft), ("grpo", recipe.grpo)):
-        if loop is not None and 0 < len(facts.tasks.train) < loop.tasks_per_step:
+    for name, loop in recipe.loops().items():
+        if 0 < len(facts.tasks.train) < loop.tasks_per_step:
             facts.notes.append(
                 f"{name}.tasks_per_step {loop.tasks_per_step} is more than the {len(facts.tasks.train)} tasks to train "
                 "on: a step holds some of them twice"
@@ -297,15 +297,16 @@ def _check_lengths(recipe: Recipe, facts: _Facts) -> None:
             facts.problems.append(sentence)
         else:
             facts.notes.append(f"{said}, more than engine.pack_tokens {recipe.engine.pack_tokens}: such are dropped")
-    if recipe.grpo is None:
+    attempts = max((loop.attempts_per_task for loop in recipe.loops().values() if loop.plays), default=None)
+    if attempts is None:
         if facts.tasks is not None and facts.tasks.held_out and whole > cache:
             facts.problems.append(f"{said}, more than sampler.cache_tokens {cache}: raise it")
         return
-    group = prompt + recipe.grpo.group_size * reply
+    group = prompt + attempts * reply
     if group > cache:
         facts.problems.append(
             f"sampler.cache_tokens {cache} cannot hold one group, a prompt of {prompt} tokens and "
-            f"{recipe.grpo.group_size} replies of {reply}: raise it to {group} or more"
+            f"{attempts} replies of {reply}: raise it to {group} or more"
         )
     elif recipe.sampler.max_running * whole > cache:
         fit = cache // whole
@@ -369,9 +370,8 @@ def _step_tokens(recipe: Recipe, facts: _Facts) -> int:
     """Tokens that a step trains on at the most, no prompt shared; a full pack when the prompts are not known."""
     if facts.longest is None:
         return recipe.engine.pack_tokens
-    attempts = [0 if recipe.sft is None else recipe.sft.tasks_per_step]
-    attempts += [0 if recipe.grpo is None else recipe.grpo.tasks_per_step * recipe.grpo.group_size]
-    return max(attempts) * recipe.tasks.max_turns * (facts.longest[0] + recipe.draw.max_tokens)
+    attempts = max(loop.tasks_per_step * loop.attempts_per_task for loop in recipe.loops().values())
+    return attempts * recipe.tasks.max_turns * (facts.longest[0] + recipe.draw.max_tokens)
 
 
 def _check_folder(recipe: Recipe, facts: _Facts, resume: bool) -> None:
@@ -423,24 +423,24 @@ def _rows(recipe: Recipe, recipe_path: Path, facts: _Facts) -> Iterator[tuple[st
             f"{len(facts.tasks.train):,} to train on, {len(facts.tasks.held_out):,} held out{longest}; {source}",
         )
     yield "reward", recipe.tasks.reward if recipe.tasks.env == "single_turn" else f"of {recipe.tasks.env}"
-    if recipe.sft is not None:
-        yield "sft", f"{recipe.sft.steps:,} steps of {recipe.sft.tasks_per_step:,} tasks"
-        yield "", _schedule(recipe.sft.schedule, engine.optimizer)
-    if recipe.grpo is not None:
-        grpo, reply = recipe.grpo, recipe.draw.max_tokens
-        attempts = grpo.tasks_per_step * grpo.group_size
-        yield (
-            "grpo",
-            (
-                f"{grpo.steps:,} steps of {grpo.tasks_per_step:,} tasks x {grpo.group_size} attempts = {attempts:,}, "
-                f"at most {attempts * reply:,} sampled tokens a step; updates a step: {grpo.updates_per_step}"
-            ),
-        )
-        yield "", _schedule(grpo.schedule, engine.optimizer)
+    for name, loop in recipe.loops().items():
+        yield name, _loop(loop, recipe)
+        yield "", _schedule(loop.schedule, engine.optimizer)
     yield "engine", f"{engine.kind}, packs of {engine.pack_tokens:,} tokens, {engine.head} head"
     yield "sampler", f"{sampler.kind}, {sampler.max_running:,} running, cache of {sampler.cache_tokens:,} tokens"
     yield "evaluation", _evaluation(recipe, facts)
     yield "results", recipe.run.folder
+
+
+def _loop(loop: LoopConfig, recipe: Recipe) -> str:
+    tasks, attempts = f"{loop.steps:,} steps of {loop.tasks_per_step:,} tasks", loop.attempts_per_task
+    if not loop.plays:
+        return tasks
+    total = loop.tasks_per_step * attempts
+    return (
+        f"{tasks} x {attempts} attempts = {total:,}, at most {total * recipe.draw.max_tokens:,} sampled tokens a step; "
+        f"updates a step: {loop.updates_each_step}"
+    )
 
 
 def _schedule(schedule: ScheduleConfig, optimizer: str) -> str:

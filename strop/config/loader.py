@@ -17,7 +17,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
 from strop.config import yaml12
-from strop.config.recipe import Recipe, Section
+from strop.config.recipe import LOOPS, NO_LOOP, Recipe, Section
 from strop.errors import ConfigError
 
 _EXPECTED = {
@@ -125,8 +125,9 @@ def _put(data: dict[Any, Any], parts: list[str], value: Any) -> list[str]:
 def _sentences(error: ValidationError, data: Mapping[Any, Any]) -> list[str]:
     details = error.errors(include_url=False)
     sentences = [_sentence(detail) for detail in details]
-    if data.get("sft") is None and data.get("grpo") is None and not any(detail["loc"] == () for detail in details):
-        sentences.append("there is no loop to run: add a section grpo, sft, or both")
+    none_given = all(data.get(name) is None for name in LOOPS)
+    if none_given and not any(detail["loc"] == () for detail in details):
+        sentences.append(NO_LOOP)
     return list(dict.fromkeys(sentences))
 
 

@@ -219,32 +219,53 @@ class SFTScheduleConfig(ScheduleConfig):
     """Peak learning rate."""
 
 
-class SFTConfig(Section):
-    """Supervised fine-tuning on the tasks' own answers (`loops/sft.py`)."""
+class LoopConfig(Section):
+    """What every loop has."""
 
     steps: Positive = 100
-    """Optimizer steps."""
+    """Times that tasks are taken and learned from."""
     tasks_per_step: Positive = 32
-    """Tasks with their answers in one step."""
-    schedule: SFTScheduleConfig = SFTScheduleConfig()
-    """The learning rate over these steps."""
+    """P: tasks in one step."""
+    schedule: ScheduleConfig = ScheduleConfig()
+    """The learning rate over the loop's optimizer steps."""
+
+    @property
+    def attempts_per_task(self) -> int:
+        """Texts at each task that one step trains on, at the most."""
+        return 1
+
+    @property
+    def updates_each_step(self) -> int:
+        """Optimizer steps in one step."""
+        return 1
+
+    @property
+    def plays(self) -> bool:
+        """Whether the loop draws attempts from the sampler, besides evaluation."""
+        return False
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether a frozen copy of the model that the loop begins from is kept beside it."""
+        return False
+
+
+class SFTConfig(LoopConfig):
+    """Supervised fine-tuning on the tasks' own answers (`loops/sft.py`)."""
+
+    schedule: SFTScheduleConfig = SFTScheduleConfig()  # pyright: ignore[reportIncompatibleVariableOverride] - frozen
+    """The learning rate over the loop's optimizer steps."""
     stop_at_accuracy: Fraction | None = None
     """End as soon as held-out sampled accuracy reaches this; needs evaluate.every."""
 
 
-class GRPOConfig(Section):
+class GRPOConfig(LoopConfig):
     """Group-relative policy optimisation (`loops/grpo.py`)."""
 
-    steps: Positive = 100
-    """Times that tasks are taken, attempted, scored and learned from."""
-    tasks_per_step: Positive = 32
-    """P: tasks in one step."""
     group_size: Annotated[int, Field(ge=2)] = 8
     """G: attempts at each task; a group of one has no baseline."""
     updates_per_step: Positive = 1
     """Optimizer steps on each step's attempts, on disjoint parts of its groups."""
-    schedule: ScheduleConfig = ScheduleConfig()
-    """The learning rate over steps * updates_per_step optimizer steps."""
     scale_by_std: bool = False
     """Divide each group's advantages by its standard deviation, as GRPO was published; off is Dr. GRPO."""
     drop_uniform_groups: bool = True
@@ -261,6 +282,22 @@ class GRPOConfig(Section):
     """Weight of the k3 estimate of KL(policy, start) in the loss; above 0 a frozen copy of the start is kept."""
     max_failures: NonNegative = 0
     """Episodes in one step that may fail with an error and be left out; one more stops the run."""
+
+    @property
+    def attempts_per_task(self) -> int:
+        return self.group_size
+
+    @property
+    def updates_each_step(self) -> int:
+        return self.updates_per_step
+
+    @property
+    def plays(self) -> bool:
+        return True
+
+    @property
+    def needs_reference(self) -> bool:
+        return self.kl_coefficient > 0
 
     @model_validator(mode="after")
     def _updates_fit(self) -> Self:
@@ -291,8 +328,13 @@ class RunConfig(Section):
     """Draw progress in the terminal when there is one."""
 
 
+LOOPS = ("sft", "grpo")
+"""The sections of a recipe that are loops, in the order in which they run."""
+NO_LOOP = f"there is no loop to run: add one or more of the sections {', '.join(LOOPS)}"
+
+
 class Recipe(Section):
-    """One run: its parts, and the loops to run in this order: `sft`, then `grpo`. At least one."""
+    """One run: its parts, and the loops to run, in the order in which they stand here. At least one."""
 
     seed: int = 0
     """Draws tasks, samples and fresh weights."""
@@ -321,8 +363,13 @@ class Recipe(Section):
 
     @model_validator(mode="after")
     def _has_a_loop(self) -> Self:
-        if self.sft is None and self.grpo is None:
-            raise ValueError("there is no loop to run: add a section grpo, sft, or both")
+        if not self.loops():
+            raise ValueError(NO_LOOP)
         if self.sft is not None and self.sft.stop_at_accuracy is not None and not self.evaluate.every:
             raise ValueError("sft.stop_at_accuracy needs evaluate.every above 0: accuracy is known only where measured")
         return self
+
+    def loops(self) -> dict[str, LoopConfig]:
+        """The loops that this recipe runs, by name, in the order in which they run."""
+        named: dict[str, LoopConfig | None] = {"sft": self.sft, "grpo": self.grpo}
+        return {name: loop for name, loop in named.items() if loop is not None}

@@ -71,12 +71,7 @@ class Watch:
 
 def stages(recipe: Recipe) -> dict[str, int]:
     """The recipe's loops in the order they run, and the steps of each."""
-    steps: dict[str, int] = {}
-    if recipe.sft is not None:
-        steps["sft"] = recipe.sft.steps
-    if recipe.grpo is not None:
-        steps["grpo"] = recipe.grpo.steps
-    return steps
+    return {name: loop.steps for name, loop in recipe.loops().items()}
 
 
 class Run:

@@ -1,0 +1,91 @@
+"""What a recipe names, built: tasks, tokenizer, renderer, model, engine, sampler. The loops run on these parts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from transformers import PreTrainedTokenizerBase
+from transformers.utils.logging import disable_progress_bar
+
+from strop.config.recipe import Recipe
+from strop.data.tasks import Task, load_tasks
+from strop.engines.base import Engine
+from strop.engines.build import build_engine
+from strop.envs.base import Env
+from strop.envs.build import make_env
+from strop.loops.evaluate import Evaluator
+from strop.models.loading import LanguageModel, load_model
+from strop.models.tokenizer import end_tokens, load_tokenizer
+from strop.rollout.base import Sampler
+from strop.rollout.build import build_sampler
+from strop.rollout.groups import Player, sampling_params
+from strop.tokens.base import Renderer
+from strop.tokens.build import build_renderer
+from strop.types import Int32s, SamplingParams
+
+EVALUATION_SEED = 0x5EED  # held-out attempts are drawn alike in every run, so that runs can be compared
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parts:
+    """What the loops of a recipe run on."""
+
+    recipe: Recipe
+    tokenizer: PreTrainedTokenizerBase
+    renderer: Renderer
+    train_tasks: list[Task]
+    held_out: list[Task]
+    new_env: Callable[[Task], Env]
+    model: LanguageModel
+    engine: Engine
+    sampler: Sampler
+    params: SamplingParams
+
+    def player(self, seed: int) -> Player:
+        return Player(self.sampler, self.renderer, self.new_env, seed=seed, max_turns=self.recipe.tasks.max_turns)
+
+    def evaluator(self) -> Evaluator:
+        return Evaluator(
+            cfg=self.recipe.evaluate,
+            tasks=self.held_out,
+            player=self.player(EVALUATION_SEED),
+            renderer=self.renderer,
+            params=self.params,
+        )
+
+    def decode(self, tokens: Int32s) -> str:
+        return decode_with(self.tokenizer)(tokens.tolist())
+
+
+def decode_with(tokenizer: PreTrainedTokenizerBase) -> Callable[[list[int]], str]:
+    """Ids to text as they are: special tokens shown, spaces untouched."""
+
+    def decode(ids: list[int]) -> str:
+        return str(tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False))
+
+    return decode
+
+
+def build_parts(recipe: Recipe, base: Path) -> Parts:
+    """Load and build everything that a recipe names; files of the user's own code are taken from `base`."""
+    torch.set_num_threads(recipe.threads or torch.get_num_threads())
+    disable_progress_bar()  # of transformers: it would draw over ours
+    tasks = load_tasks(recipe.tasks, base)
+    tokenizer = load_tokenizer(recipe.model)
+    renderer = build_renderer(recipe.renderer, tokenizer, end_tokens(recipe.model, tokenizer))
+    model = load_model(recipe.model, vocab_size=len(tokenizer), seed=recipe.seed)
+    return Parts(
+        recipe=recipe,
+        tokenizer=tokenizer,
+        renderer=renderer,
+        train_tasks=tasks.train,
+        held_out=tasks.held_out,
+        new_env=make_env(recipe.tasks, base),
+        model=model,
+        sampler=build_sampler(recipe.sampler, model.clone(), decode_with(tokenizer)),
+        engine=build_engine(recipe.engine, model),
+        params=sampling_params(recipe.draw, renderer),
+    )

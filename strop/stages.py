@@ -1,0 +1,77 @@
+"""The loops of a recipe, one after the other: each gets the parts that it takes, and those that only it needs.
+
+A loop that a resumed run had finished is left out. A frozen engine that a loop needs holds what the loop began from,
+before a resume and after it.
+"""
+
+from __future__ import annotations
+
+from strop.config.recipe import GRPOConfig, SFTConfig
+from strop.data.stream import TaskStream
+from strop.engines.base import Engine
+from strop.engines.build import build_engine
+from strop.errors import EngineError
+from strop.loops import grpo, sft
+from strop.models.loading import LanguageModel
+from strop.parts import Parts
+from strop.track.run import Run
+
+
+async def run_loops(parts: Parts, run: Run) -> None:
+    """Every loop that the recipe has, in order."""
+    for name, cfg in parts.recipe.loops().items():
+        match cfg:
+            case SFTConfig():
+                await _sft(cfg, parts, run)
+            case GRPOConfig():
+                await _grpo(cfg, parts, run)
+            case _:
+                raise EngineError(f"no loop runs the section {name}")  # a test runs every loop
+
+
+async def _sft(cfg: SFTConfig, parts: Parts, run: Run) -> None:
+    tasks = TaskStream(parts.train_tasks, seed=parts.recipe.seed)
+    if not await run.begin("sft", parts.engine, tasks):
+        return
+    await sft.train(
+        cfg,
+        tasks=tasks,
+        renderer=parts.renderer,
+        engine=parts.engine,
+        sampler=parts.sampler,
+        evaluator=parts.evaluator(),
+        run=run,
+        packing=parts.recipe.engine,
+        too_long=parts.recipe.tasks.too_long,
+    )
+
+
+async def _grpo(cfg: GRPOConfig, parts: Parts, run: Run) -> None:
+    recipe = parts.recipe
+    tasks = TaskStream(parts.train_tasks, seed=recipe.seed)
+    start = parts.model.clone() if cfg.needs_reference else None  # before `begin`, which may load a later state
+    if not await run.begin("grpo", parts.engine, tasks):
+        return
+    await grpo.train(
+        cfg,
+        tasks=tasks,
+        player=parts.player(recipe.seed),
+        params=parts.params,
+        engine=parts.engine,
+        sampler=parts.sampler,
+        evaluator=parts.evaluator(),
+        run=run,
+        packing=recipe.engine,
+        too_long=recipe.tasks.too_long,
+        max_gap=recipe.sampler.max_gap,
+        reference=None if start is None else await _frozen(start, "grpo", parts, run),
+    )
+
+
+async def _frozen(model: LanguageModel, stage: str, parts: Parts, run: Run) -> Engine:
+    """A frozen engine with the weights that `stage` began from, also after a resume."""
+    engine = build_engine(parts.recipe.engine, model, trainable=False)
+    start = run.start_of(stage)
+    if start is not None:
+        await engine.load(start)
+    return engine
