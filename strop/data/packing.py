@@ -7,8 +7,9 @@ Everything is index arithmetic on columns that are gathered once: Python touches
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
 from itertools import chain, pairwise
 from typing import Generic, TypeVar
 
@@ -21,8 +22,9 @@ from strop.algos.losses import PolicyInputs
 from strop.algos.weighting import Weighting, token_weights
 from strop.config.recipe import TooLong
 from strop.data.bundles import Arrangement, Texts, arrange, texts_of
+from strop.data.trained import TrainedTokens
 from strop.errors import DataError
-from strop.types import Bools, Float32s, Group, Int32s, Layout, Outputs, Routes, Trajectory
+from strop.types import Bools, Float32s, Group, Int32s, Layout, Routes, Trajectory
 
 InputsT = TypeVar("InputsT")
 ColumnT = TypeVar("ColumnT", bound=np.generic)
@@ -51,7 +53,7 @@ class Batch(Generic[InputsT]):
         return self.layout.num_tokens
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class Packed(Generic[InputsT]):
     """The batches of one optimizer step, the costliest first. Rank r of R takes `batches[r::R]`, as many as the others.
 
@@ -61,6 +63,12 @@ class Packed(Generic[InputsT]):
 
     batches: list[Batch[InputsT]]
     dropped: int = 0  # attempts, or examples, left out for being longer than a batch
+    find_trained: Callable[[], TrainedTokens] = field(repr=False)
+
+    @cached_property
+    def trained(self) -> TrainedTokens:
+        """Where each attempt's trained tokens lie in the batches. Found when it is first asked for."""
+        return self.find_trained()
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,10 +108,11 @@ def pack_policy(
     attempts, advantage_N, group_N = _attempts(groups, advantages_PG)
     texts, logprobs_T = _policy_texts(attempts, group_N)
     texts, dropped = _fitting(texts, max_tokens, too_long, [group.task_id for group in groups])
+    counts_N = _trained_counts(texts, len(attempts))
     if len(texts) == 0:
-        return Packed([], dropped)
+        return Packed(batches=[], dropped=dropped, find_trained=partial(TrainedTokens.none, len(counts_N)))
     plan = arrange(texts, max_tokens=max_tokens, share_prefixes=share_prefixes, data_parallel=data_parallel)
-    columns = _Columns(texts, plan, _weights(texts, len(attempts), weighting, horizon))
+    columns = _Columns(texts, plan, token_weights(Weighting(weighting), counts_N, horizon=horizon))
     behavior_T = columns.next(logprobs_T, 0.0)
     advantages_T = columns.spread(advantage_N[plan.unit_S])
     temperature_T = None if temperature == 1.0 else np.full(len(behavior_T), temperature, np.float32)
@@ -111,7 +120,7 @@ def pack_policy(
         columns.batch(b, _policy_inputs(behavior_T[span], advantages_T[span]), temperature_T)
         for b, span in enumerate(columns.spans)
     ]
-    return Packed(batches, dropped)
+    return Packed(batches=batches, dropped=dropped, find_trained=partial(columns.trained, texts, counts_N))
 
 
 def pack_examples(
@@ -141,22 +150,60 @@ def pack_examples(
         num_first=0,
     )
     texts, dropped = _fitting(texts, max_tokens, too_long, [example.task_id for example in examples])
+    counts_N = _trained_counts(texts, len(examples))
     if len(texts) == 0:
-        return Packed([], dropped)
+        return Packed(batches=[], dropped=dropped, find_trained=partial(TrainedTokens.none, len(counts_N)))
     plan = arrange(texts, max_tokens=max_tokens, share_prefixes=False, data_parallel=data_parallel)
-    columns = _Columns(texts, plan, _weights(texts, len(examples), weighting, None))
-    return Packed([columns.batch(b, None, None) for b in range(len(columns.spans))], dropped)
+    columns = _Columns(texts, plan, token_weights(Weighting(weighting), counts_N, horizon=None))
+    batches = [columns.batch(b, None, None) for b in range(len(columns.spans))]
+    return Packed(batches=batches, dropped=dropped, find_trained=partial(columns.trained, texts, counts_N))
 
 
-def with_reference(batches: Sequence[Batch[PolicyInputs]], outputs: Sequence[Outputs]) -> list[Batch[PolicyInputs]]:
-    """The batches with another engine's logprobs as reference. Raises ValueError for outputs of other batches."""
-    batch_lengths, output_lengths = [len(batch) for batch in batches], [len(output.logprobs_T) for output in outputs]
-    if batch_lengths != output_lengths:
-        raise ValueError(f"outputs of {output_lengths} tokens do not belong to batches of {batch_lengths}")
-    return [
-        replace(batch, inputs=replace(batch.inputs, reference_logprobs_T=output.logprobs_T))
-        for batch, output in zip(batches, outputs, strict=True)
+def with_inputs(
+    batches: Sequence[Batch[PolicyInputs]],
+    *,
+    advantages: Sequence[Tensor] | None = None,
+    reference_logprobs: Sequence[Tensor] | None = None,
+    proximal_logprobs: Sequence[Tensor] | None = None,
+    correction: Sequence[Tensor] | None = None,
+    selected: Sequence[Tensor] | None = None,
+) -> list[Batch[PolicyInputs]]:
+    """The batches with other constants for their loss, one tensor [T] for each batch; what is None stays as it is.
+
+    Raises ValueError for tensors of other batches.
+    """
+    lengths = [len(batch) for batch in batches]
+    for columns in (advantages, reference_logprobs, proximal_logprobs, correction, selected):
+        if columns is not None and [len(column) for column in columns] != lengths:
+            raise ValueError(f"columns of {[len(c) for c in columns]} tokens do not belong to batches of {lengths}")
+    changed: list[Batch[PolicyInputs]] = []
+    for b, batch in enumerate(batches):
+        was = batch.inputs
+        inputs = PolicyInputs(
+            behavior_logprobs_T=was.behavior_logprobs_T,
+            advantages_T=was.advantages_T if advantages is None else advantages[b],
+            reference_logprobs_T=was.reference_logprobs_T if reference_logprobs is None else reference_logprobs[b],
+            proximal_logprobs_T=was.proximal_logprobs_T if proximal_logprobs is None else proximal_logprobs[b],
+            correction_T=was.correction_T if correction is None else correction[b],
+            selected_T=was.selected_T if selected is None else selected[b],
+        )
+        changed.append(replace(batch, inputs=inputs))
+    return changed
+
+
+def train_only(packed: Packed[InputsT], keep_M: Bools, *, weighting: str, horizon: int | None) -> Packed[InputsT]:
+    """The same batches with only the trained tokens `keep_M` [M] trained, weighed as if there had been no others."""
+    tokens = packed.trained
+    counts_N = np.bincount(tokens.attempt_M[keep_M], minlength=len(tokens.counts_N))
+    weight_N = token_weights(Weighting(weighting), counts_N, horizon=horizon)
+    masks = tokens.scatter(keep_M)
+    weights = tokens.scatter(weight_N[tokens.attempt_M] * keep_M)
+    batches = [
+        replace(batch, mask_T=mask_T, weights_T=weights_T)
+        for batch, mask_T, weights_T in zip(packed.batches, masks, weights, strict=True)
     ]
+    kept = replace(tokens, counts_N=counts_N, row_M=tokens.row_M[keep_M])
+    return Packed(batches=batches, dropped=packed.dropped, find_trained=lambda: kept)
 
 
 def _attempts(
@@ -217,11 +264,11 @@ def _fitting(texts: Texts, max_tokens: int, too_long: TooLong, task_ids: list[st
     return texts.where((texts.trained_S > 0) & ~np.isin(texts.unit_S, units)), len(units)
 
 
-def _weights(texts: Texts, num_units: int, weighting: str, horizon: int | None) -> NDArray[np.float64]:
-    """The weight of each unit's trained tokens, [N], over the whole optimizer step."""
+def _trained_counts(texts: Texts, num_units: int) -> Int64s:
+    """The trained tokens of each unit, over all its texts: [N]."""
     counts_N = np.zeros(num_units, np.int64)
     np.add.at(counts_N, texts.unit_S, texts.trained_S)
-    return token_weights(Weighting(weighting), counts_N, horizon=horizon)
+    return counts_N
 
 
 class _Columns:
@@ -258,6 +305,30 @@ class _Columns:
         value_T = np.repeat(value_S.astype(np.float32), self._length_S)
         value_T *= self.mask_T
         return value_T
+
+    def trained(self, texts: Texts, counts_N: Int64s) -> TrainedTokens:
+        """Which row of which batch holds each unit's trained targets, in time, and its end."""
+        order_S = np.argsort(texts.unit_S, kind="stable")
+        begin_S = np.empty_like(texts.trained_S)
+        begin_S[order_S] = np.cumsum(texts.trained_S[order_S]) - texts.trained_S[order_S]
+        is_target_T = texts.sampled_T.copy()
+        is_target_T[texts.start_S] = False  # nothing comes before it, so it is nobody's target
+        before_T = np.cumsum(is_target_T) - is_target_T
+        shift_S = begin_S - before_T[texts.start_S]
+
+        rows = np.flatnonzero(self.mask_T)
+        column_M = self._next_T[rows]
+        index_M = before_T[column_M] + shift_S[np.searchsorted(texts.start_S, column_M, side="right") - 1]
+        row_M = np.empty_like(rows)
+        row_M[index_M] = rows
+
+        at_end = np.zeros(len(texts.tokens_T), np.int64)
+        at_end[self._next_T[self._ends]] = self._ends  # there the "next" column is the row's own
+        end_N = np.full(len(counts_N), -1)
+        end_N[texts.unit_S[order_S]] = at_end[(texts.start_S + texts.length_S - 1)[order_S]]
+        return TrainedTokens(
+            counts_N=counts_N, row_M=row_M, end_N=end_N, length_B=[s.stop - s.start for s in self.spans]
+        )
 
     def batch(self, b: int, inputs: InputsT, temperature_T: Float32s | None) -> Batch[InputsT]:
         """Batch b; its tensors are views of the columns."""

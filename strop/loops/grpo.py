@@ -14,7 +14,7 @@ import numpy as np
 
 from strop.algos import advantages, filters, losses
 from strop.config.recipe import EngineConfig, GRPOConfig, TooLong
-from strop.data.packing import pack_policy, with_reference
+from strop.data.packing import pack_policy, with_inputs
 from strop.data.stream import TaskStream
 from strop.engines.base import Engine
 from strop.errors import RolloutError
@@ -88,7 +88,9 @@ async def train(
                 continue  # every group of this part scored alike: nothing to learn, and the step still ends below
             if reference is not None:
                 with run.span("reference"):
-                    batches = with_reference(batches, await reference.forward(batches))
+                    batches = with_inputs(
+                        batches, reference_logprobs=[o.logprobs_T for o in await reference.forward(batches)]
+                    )
             with run.span("learn"):
                 learned = await engine.forward_backward(batches, loss, Want(entropy=True))
                 if (

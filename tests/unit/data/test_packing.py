@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from strop.config.recipe import TooLong
-from strop.data.packing import Example, pack_examples, pack_policy, with_reference
+from strop.data.packing import Example, pack_examples, pack_policy, with_inputs
 from strop.errors import DataError
-from strop.types import Group, Layout, Outputs, Trajectory
+from strop.types import Group, Layout, Trajectory
 from tests.unit.data.groups import (
     attempt,
     losses_as_logprobs,
@@ -289,7 +289,7 @@ def test_every_rank_runs_as_many_batches() -> None:
 def test_a_spare_batch_has_every_field_and_trains_nothing() -> None:
     """G04, H12."""
     packed = pack([Group("t", [attempt([1, 2], [3])])], temperature=0.5, data_parallel=2)
-    real, extra = with_reference(packed.batches, [Outputs(logprobs_T=torch.zeros(len(b))) for b in packed.batches])
+    real, extra = with_inputs(packed.batches, reference_logprobs=[torch.zeros(len(b)) for b in packed.batches])
     assert spare(extra) and not spare(real)
     for batch in (real, extra):
         assert batch.temperature_T is not None and batch.temperature_T.tolist() == [0.5] * len(batch)
@@ -313,11 +313,12 @@ def test_two_tokens_are_a_sequence() -> None:
 
 def test_the_reference_is_aligned_and_checked() -> None:
     packed = pack(losses_as_logprobs([1.0, 1.0], [1.0]), max_tokens=3)
-    outputs = [Outputs(logprobs_T=torch.arange(float(len(batch)))) for batch in packed.batches]
-    for batch, output in zip(with_reference(packed.batches, outputs), outputs, strict=True):
-        assert batch.inputs.reference_logprobs_T is output.logprobs_T
+    columns = [torch.arange(float(len(batch))) for batch in packed.batches]
+    for batch, column in zip(with_inputs(packed.batches, reference_logprobs=columns), columns, strict=True):
+        assert batch.inputs.reference_logprobs_T is column
+        assert batch.inputs.correction_T is None
     with pytest.raises(ValueError, match="do not belong"):
-        with_reference(packed.batches, outputs[::-1])
+        with_inputs(packed.batches, reference_logprobs=columns[::-1])
 
 
 def test_a_batch_weighs_what_its_tensors_weigh() -> None:
