@@ -445,6 +445,7 @@ def _loop(loop: LoopConfig, recipe: Recipe) -> str:
 
 def _schedule(schedule: ScheduleConfig, optimizer: str) -> str:
     after = schedule.kind if schedule.kind == "constant" else f"{schedule.kind} to {schedule.final_fraction:g} of it"
+    after += f" over the last {schedule.decay_fraction:.0%}" if schedule.kind == "wsd" else ""
     return f"{optimizer}, lr {schedule.lr:g} after {schedule.warmup_steps} steps of warm-up, then {after}"
 
 

@@ -27,6 +27,7 @@ NonNegative = Annotated[int, Field(ge=0)]
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 Decay = Annotated[float, Field(ge=0.0, lt=1.0)]
 PackageSpec = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*==[A-Za-z0-9][A-Za-z0-9.+!_]*$")]
+GroupName = Annotated[str, Field(pattern=r"^(?!(decay|no_decay|hidden)$)[a-z][a-z0-9_]*$")]
 Plain = Annotated[dict[str, Any], AfterValidator(_plain)]
 
 
@@ -123,6 +124,15 @@ class TasksConfig(Section):
     """What happens to a sequence longer than `engine.pack_tokens`: stop and name its task, or drop and count it."""
 
 
+class ParamGroupConfig(Section):
+    """Parameters that get a name of their own, so that a schedule or a hand-written loop can address them."""
+
+    match: Annotated[tuple[str, ...], Field(strict=False, min_length=1)]
+    """Patterns of parameter names: `*` stands for characters of one dotted part, `**` for any number of parts."""
+    decay: bool = True
+    """Whether weight decay reaches them without their being named."""
+
+
 class EngineConfig(Section):
     """The training backend."""
 
@@ -130,6 +140,10 @@ class EngineConfig(Section):
     """Which backend trains: `fsdp2` is plain PyTorch, in this process."""
     optimizer: Literal["adamw", "muon"] = "adamw"
     """`muon` orthogonalises the updates of hidden matrices; embeddings, heads, norms and biases stay with AdamW."""
+    param_groups: dict[GroupName, ParamGroupConfig] = {}
+    """Named groups of parameters, each {match: [patterns], decay: true or false}, beside `adamw/decay`,
+    `adamw/no_decay` (biases and norm weights) and `muon/hidden`; group `x` is `adamw/x`, and `muon/x` where Muon takes
+    its matrices."""
     pack_tokens: Positive = 4096
     """Tokens in one forward pass; memory for activations grows with it, results do not depend on it."""
     share_prefixes: bool = True
@@ -191,6 +205,15 @@ class EvaluateConfig(Section):
     """Keep the checkpoint with the best sampled accuracy beside the newest ones."""
 
 
+class GroupScheduleConfig(Section):
+    """What differs for one optimizer or one group of parameters."""
+
+    lr_scale: Annotated[float, Field(ge=0)] = 1.0
+    """Times the schedule's learning rate."""
+    weight_decay: Annotated[float, Field(ge=0)] | None = None
+    """Instead of the schedule's; null leaves that."""
+
+
 class ScheduleConfig(Section):
     """The learning rate over optimizer steps."""
 
@@ -198,10 +221,13 @@ class ScheduleConfig(Section):
     """Peak learning rate."""
     warmup_steps: NonNegative = 0
     """Rise linearly from lr / warmup_steps over this many steps."""
-    kind: Literal["constant", "linear", "cosine"] = "constant"
-    """What follows the warm-up: stay, or fall to `final_fraction` of the peak by the last step."""
+    kind: Literal["constant", "linear", "cosine", "wsd"] = "constant"
+    """What follows the warm-up: stay, or fall to `final_fraction` of the peak by the last step; `wsd` (warm-up, stable,
+    decay) stays, and falls in a line over the last `decay_fraction` of the steps."""
+    decay_fraction: Fraction = 0.1
+    """Part of all steps over which `wsd` falls."""
     final_fraction: Fraction = 0.0
-    """Part of the peak that is left at the last step, for `linear` and `cosine`."""
+    """Part of the peak that is left at the last step, for `linear`, `cosine` and `wsd`."""
     betas: Annotated[tuple[Decay, Decay], Field(strict=False)] = (0.9, 0.95)
     """AdamW's decay rates of the first and second moment."""
     eps: Annotated[float, Field(gt=0)] = 1e-8
@@ -210,6 +236,9 @@ class ScheduleConfig(Section):
     """Decoupled weight decay; never reaches biases and norm weights."""
     max_grad_norm: Annotated[float, Field(gt=0)] | None = 1.0
     """Scale gradients down to this global norm; null turns it off."""
+    groups: dict[str, GroupScheduleConfig] = {}
+    """What differs for an optimizer (`muon`) or a group of parameters (`adamw/no_decay`), each {lr_scale:,
+    weight_decay:}."""
 
 
 class SFTScheduleConfig(ScheduleConfig):

@@ -29,7 +29,17 @@ def test_cosine_is_half_a_period() -> None:
     assert rates(3, kind="cosine", final_fraction=0.1)[-1] == pytest.approx(0.2)
 
 
-@pytest.mark.parametrize("kind", ["constant", "linear", "cosine"])
+def test_wsd_stays_and_falls_at_the_end() -> None:
+    """arXiv 2404.06395: warm-up, stable, decay."""
+    fields = {"kind": "wsd", "warmup_steps": 2, "decay_fraction": 0.4}
+    assert rates(10, **fields) == pytest.approx([1.0, 2.0, 2.0, 2.0, 2.0, 2.0, 1.5, 1.0, 0.5, 0.0])
+    assert rates(10, **fields, final_fraction=0.5)[5:] == pytest.approx([2.0, 1.75, 1.5, 1.25, 1.0])
+    assert rates(6, **{**fields, "decay_fraction": 1.0}) == pytest.approx(rates(6, kind="linear", warmup_steps=2)), (
+        "the fall never begins within the warm-up"
+    )
+
+
+@pytest.mark.parametrize("kind", ["constant", "linear", "cosine", "wsd"])
 def test_short_schedules_and_overruns_stay_in_bounds(kind: str) -> None:
     cfg = ScheduleConfig.model_validate({"lr": 2.0, "kind": kind, "warmup_steps": 3})
     assert all(0.0 <= learning_rate(cfg, update, 2) <= 2.0 for update in range(9))
