@@ -262,7 +262,8 @@ class Want:
 class Outputs:
     """What a forward pass gives for one batch, aligned to its targets: row t speaks of `targets_T[t]`.
 
-    Rows that nobody wanted (the mask is off and `Want.every_row` is false) hold 0 and carry no gradient.
+    Rows that nobody wanted (the mask is off and `Want.every_row` is false) hold 0 and carry no gradient. A value model
+    gives `values_T` at every row, the last row of a text included, and 0 for every logprob.
     """
 
     logprobs_T: Tensor

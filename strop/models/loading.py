@@ -26,6 +26,7 @@ from strop.models import attention as strop_attention
 from strop.models.attention import AttentionContext, PackedAttention
 from strop.models.fuse import fuse
 from strop.models.gguf import CONVERTER_VERSION, convert_gguf
+from strop.models.heads import ValueHead, load_value_head, make_value_model, refuse_missing, value_head_of
 from strop.models.package import fetch_package
 from strop.ops.select import Impl, resolve
 from strop.types import Layout
@@ -78,6 +79,11 @@ class LanguageModel:
     @property
     def head(self) -> nn.Linear:
         return self.module.get_output_embeddings()  # pyright: ignore[reportReturnType]
+
+    @property
+    def value_head(self) -> nn.Linear | None:
+        """What makes this a value model, which scores texts and has no output matrix of its own (`models/heads.py`)."""
+        return value_head_of(self.module)
 
     @property
     def softcap(self) -> float | None:
@@ -140,14 +146,20 @@ def _first(config: PretrainedConfig, *names: str) -> Any:
     return next((value for value in values if value is not None), None)
 
 
-def load_model(config: ModelConfig, *, vocab_size: int, seed: int, device: str = "cpu") -> LanguageModel:
+def load_model(
+    config: ModelConfig, *, vocab_size: int, seed: int, device: str = "cpu", value_head: ValueHead | None = None
+) -> LanguageModel:
     """Load or make the model that a recipe names, checked on a few tokens before it is returned.
 
-    Raises ConfigError for what the recipe can mend, EngineError when the model cannot be packed safely.
+    With `value_head` it becomes a value model. Raises ConfigError for what the recipe can mend (a folder that lacks
+    weights: their names), EngineError when the model cannot be packed safely.
     """
     dtype = DTYPES[config.dtype]
     impl = resolve(config.kernels.value, dtype=dtype, device=torch.device(device))
+    head: nn.Linear | None = None
     if config.fresh is not None:
+        if value_head is ValueHead.LOADED:
+            raise ConfigError("model.fresh has no weights, and so no value head to load: set head: fresh")
         hf_config = fresh_config(config.fresh, vocab_size)
         refuse_unpackable(hf_config)
         torch.manual_seed(seed)
@@ -156,11 +168,20 @@ def load_model(config: ModelConfig, *, vocab_size: int, seed: int, device: str =
         folder = model_folder(config)
         hf_config = AutoConfig.from_pretrained(folder)
         refuse_unpackable(hf_config)
-        module = AutoModelForCausalLM.from_pretrained(
-            folder, config=hf_config, dtype=dtype, attn_implementation=strop_attention.NAME
+        head = load_value_head(folder) if value_head is ValueHead.LOADED else None
+        module, info = AutoModelForCausalLM.from_pretrained(
+            folder,
+            config=hf_config,
+            dtype=dtype,
+            attn_implementation=strop_attention.NAME,
+            output_loading_info=True,
         )
+        refuse_missing(module, folder, info["missing_keys"], value_model=value_head is not None)
     nn.Module.to(module, device=device, dtype=dtype)
-    return prepare(module, impl)
+    model = prepare(module, impl)
+    if value_head is not None:
+        make_value_model(module, head)
+    return model
 
 
 def model_folder(config: ModelConfig) -> Path:

@@ -23,6 +23,7 @@ from strop.engines.base import Capabilities, ForwardBackward, Loss, OptimOutcome
 from strop.engines.fsdp2.optimizer import build_optimizers
 from strop.errors import CheckpointError, EngineError
 from strop.models.attention import PackedAttention
+from strop.models.heads import values
 from strop.models.loading import LanguageModel
 from strop.ops.logprobs import Entropy, Head, HeadImpl, score_targets
 from strop.types import Metrics, Outputs, Want, merge_metrics
@@ -40,7 +41,7 @@ class Fsdp2Engine:
     def __init__(self, model: LanguageModel, config: EngineConfig, *, trainable: bool = True) -> None:
         self.model = model
         self.trainable = trainable
-        self.capabilities = Capabilities(shared_prefix=True)
+        self.capabilities = Capabilities(shared_prefix=True, value_head=model.value_head is not None)
         self.data_parallel = 1
         self._head_impl = HeadImpl(config.head)
         model.module.requires_grad_(trainable)
@@ -80,11 +81,15 @@ class Fsdp2Engine:
 
         `entropy` says how it is computed if it is wanted: without a gradient unless the loss needs one.
         """
-        if want.values or want.routes:
-            raise EngineError(f"this engine gives no {'values' if want.values else 'routes'}; see its capabilities")
+        if want.routes:
+            raise EngineError("this engine gives no routes; see its capabilities")
         layout, device = batch.layout, self.model.device
         positions_T = torch.from_numpy(layout.positions_T).to(device)
+        _check_want(want, self.model)
         hidden_TD = self.model.hidden(batch.tokens_T.to(device), positions_T, PackedAttention(layout, self.model.impl))
+        if self.model.value_head is not None:
+            values_T = values(self.model.value_head, hidden_TD)
+            return Outputs(logprobs_T=torch.zeros_like(values_T), values_T=values_T)
         rows_T = batch.targets_T >= 0 if want.every_row else batch.mask_T & (batch.targets_T >= 0)
         rows_N = rows_T.nonzero()[:, 0]
         head = self.model.head
@@ -151,6 +156,15 @@ def checkpoint_layers(module: nn.Module) -> None:
             layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
 
 
+def _check_want(want: Want, model: LanguageModel) -> None:
+    """EngineError for what the model cannot give: a language model no values, a value model nothing else."""
+    if want.values and model.value_head is None:
+        raise EngineError("this engine's model has no value head, so it gives no values: load it as a value model")
+    tokens = not want.values or want.entropy or want.top_k or want.every_row
+    if model.value_head is not None and tokens:
+        raise EngineError("a value model has no output matrix: it gives values (Want(values=True)) and nothing else")
+
+
 def _spread(values_N: Tensor, rows_N: Tensor, total: int) -> Tensor:
     """Rows back to their places among `total`; the others are 0."""
     return values_N.new_zeros((total, *values_N.shape[1:])).index_copy(0, rows_N, values_N)
@@ -160,6 +174,7 @@ def _detached(live: Outputs) -> Outputs:
     return Outputs(
         logprobs_T=live.logprobs_T.detach(),
         entropy_T=None if live.entropy_T is None else live.entropy_T.detach(),
+        values_T=None if live.values_T is None else live.values_T.detach(),
         top_k_ids_TK=live.top_k_ids_TK,
         top_k_logprobs_TK=live.top_k_logprobs_TK,
     )
