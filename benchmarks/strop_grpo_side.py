@@ -14,16 +14,8 @@ import torch
 from transformers import AutoTokenizer
 
 from benchmarks.peers import common
-from strop.config.recipe import (
-    EngineConfig,
-    EvaluateConfig,
-    GRPOConfig,
-    ModelConfig,
-    Recipe,
-    ScheduleConfig,
-    TasksConfig,
-    TooLong,
-)
+from strop.config.loops import GRPOConfig, ScheduleConfig
+from strop.config.recipe import EngineConfig, EvaluateConfig, ModelConfig, Recipe, TasksConfig, TooLong
 from strop.data.stream import TaskStream
 from strop.data.tasks import Task
 from strop.engines.build import build_engine

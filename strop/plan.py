@@ -23,7 +23,8 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from strop import estimate
-from strop.config.recipe import LoopConfig, ModelConfig, Recipe, ScheduleConfig, TooLong
+from strop.config.loops import LoopConfig, ScheduleConfig
+from strop.config.recipe import ModelConfig, Recipe, TooLong
 from strop.data.tasks import Task, TaskSet, load_tasks
 from strop.engines.base import Capabilities
 from strop.engines.build import build_engine

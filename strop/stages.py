@@ -6,7 +6,7 @@ before a resume and after it.
 
 from __future__ import annotations
 
-from strop.config.recipe import GRPOConfig, SFTConfig
+from strop.config.loops import GRPOConfig, SFTConfig
 from strop.data.stream import TaskStream
 from strop.engines.base import Engine
 from strop.engines.build import build_engine

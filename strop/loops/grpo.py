@@ -13,7 +13,8 @@ from __future__ import annotations
 import numpy as np
 
 from strop.algos import advantages, filters, losses
-from strop.config.recipe import EngineConfig, GRPOConfig, TooLong
+from strop.config.loops import GRPOConfig
+from strop.config.recipe import EngineConfig, TooLong
 from strop.data.packing import pack_policy, with_inputs
 from strop.data.stream import TaskStream
 from strop.engines.base import Engine

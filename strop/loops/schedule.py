@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-from strop.config.recipe import ScheduleConfig
+from strop.config.loops import ScheduleConfig
 from strop.engines.base import OptimParams, Overrides
 
 

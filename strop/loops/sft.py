@@ -6,7 +6,8 @@ tasks with answers -> tokens and which of them are trained -> packed batches -> 
 from __future__ import annotations
 
 from strop.algos import losses
-from strop.config.recipe import EngineConfig, SFTConfig, TooLong
+from strop.config.loops import SFTConfig
+from strop.config.recipe import EngineConfig, TooLong
 from strop.data.packing import Example, pack_examples
 from strop.data.stream import TaskStream
 from strop.data.tasks import Task

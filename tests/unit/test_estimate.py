@@ -10,7 +10,8 @@ import torch
 
 from strop import estimate
 from strop.algos.losses import CrossEntropy
-from strop.config.recipe import EngineConfig, GRPOConfig, Kernels, ModelConfig, Recipe, SamplerConfig, TasksConfig
+from strop.config.loops import GRPOConfig
+from strop.config.recipe import EngineConfig, Kernels, ModelConfig, Recipe, SamplerConfig, TasksConfig
 from strop.data.packing import Batch
 from strop.engines.base import OptimParams
 from strop.engines.fsdp2.engine import Fsdp2Engine

@@ -12,22 +12,20 @@ from hypothesis import strategies as st
 
 from strop.config import yaml12
 from strop.config.loader import all_keys, dump_recipe, load_recipe, read_recipe, section_of
+from strop.config.loops import GRPOConfig, ScheduleConfig, SFTConfig
 from strop.config.recipe import (
     NO_LOOP,
     DrawConfig,
     EngineConfig,
     EvaluateConfig,
-    GRPOConfig,
     Kernels,
     ModelConfig,
     Recipe,
     RunConfig,
-    ScheduleConfig,
-    Section,
-    SFTConfig,
     TasksConfig,
     TooLong,
 )
+from strop.config.section import Section
 from strop.errors import ConfigError
 
 BASE = "model: {path: m}\ntasks: {source: jsonl, path: t.jsonl}\n"

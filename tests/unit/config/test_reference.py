@@ -8,7 +8,9 @@ import pytest
 
 from strop.config import reference
 from strop.config.loader import all_keys, read_recipe, section_of
-from strop.config.recipe import GRPOConfig, ModelConfig, Recipe, Section, SFTConfig, TasksConfig
+from strop.config.loops import GRPOConfig, SFTConfig
+from strop.config.recipe import ModelConfig, Recipe, TasksConfig
+from strop.config.section import Section
 
 ROOT = Path(__file__).parents[3]
 

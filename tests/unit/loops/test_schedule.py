@@ -6,7 +6,8 @@ import math
 
 import pytest
 
-from strop.config.recipe import ScheduleConfig
+from strop.config.loops import ScheduleConfig
+from strop.engines.base import Overrides
 from strop.loops.schedule import learning_rate, optim_params
 
 
@@ -51,11 +52,15 @@ def test_every_hyper_parameter_reaches_the_step() -> None:
     it."""
     cfg = ScheduleConfig(lr=1.0, warmup_steps=10, betas=(0.8, 0.7), eps=1e-3, weight_decay=0.2, max_grad_norm=None)
     params = optim_params(cfg, 4, 100)
-    assert (params.lr, params.betas, params.eps, params.weight_decay, params.max_grad_norm) == (
-        0.5,
-        (0.8, 0.7),
-        1e-3,
-        0.2,
-        None,
-    )
+    assert (params.lr, params.weight_decay, params.max_grad_norm, params.keep) == (0.5, 0.2, math.inf, False)
+    assert params.scoped == {"adamw": Overrides(betas=(0.8, 0.7), eps=1e-3)}, "Muon has neither"
     assert optim_params(cfg, 4, 100) == params
+
+
+def test_groups_differ_by_scale_and_decay() -> None:
+    groups = {"muon": {"lr_scale": 10.0}, "adamw": {"lr_scale": 0.5}, "adamw/router": {"weight_decay": 0.3}}
+    params = optim_params(ScheduleConfig.model_validate({"lr": 2.0, "warmup_steps": 2, "groups": groups}), 0, 9)
+    assert params.lr == 1.0
+    assert params.scoped["muon"] == Overrides(lr=10.0)
+    assert params.scoped["adamw"] == Overrides(lr=0.5, betas=(0.9, 0.95), eps=1e-8)
+    assert params.scoped["adamw/router"] == Overrides(lr=1.0, weight_decay=0.3)
