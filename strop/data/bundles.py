@@ -94,15 +94,21 @@ class Arrangement:
     bound_B: Int64s
 
 
-def arrange(texts: Texts, *, max_tokens: int, share_prefixes: bool, data_parallel: int) -> Arrangement:
+def arrange(
+    texts: Texts, *, max_tokens: int, share_prefixes: bool, data_parallel: int, whole_groups: bool = False
+) -> Arrangement:
     """Batches of at most `max_tokens` tokens and about equal cost, costliest first, a multiple of `data_parallel`.
 
     Takes one text at least, and none longer than `max_tokens`. Batches that nothing is left for come last and hold one
-    token each, the first of the first text: it has no target, so it trains nothing.
+    token each, the first of the first text: it has no target, so it trains nothing. `whole_groups` keeps each group in
+    one batch, with a prefix or without: every text is then a first one, and `group_sizes` are at most `max_tokens`.
     """
-    prefix_S = _shared_prefixes(texts) if share_prefixes else np.zeros(len(texts), np.int64)
+    prefix_S = _prefixes(texts, share_prefixes)
     own_S = texts.length_S - prefix_S
-    opens_S = _opens_bundle(texts, prefix_S, max_tokens=max_tokens, most=-(-len(texts) // data_parallel))
+    if whole_groups:
+        opens_S = np.diff(texts.group_S, prepend=-1) != 0
+    else:
+        opens_S = _opens_bundle(texts, prefix_S, max_tokens=max_tokens, most=-(-len(texts) // data_parallel))
     bundle_S, head_B = np.cumsum(opens_S) - 1, np.flatnonzero(opens_S)
     prefix_B = prefix_S[head_B]
     size_B = prefix_B + np.add.reduceat(own_S, head_B)
@@ -130,6 +136,19 @@ def arrange(texts: Texts, *, max_tokens: int, share_prefixes: bool, data_paralle
         parent_S=_both(np.where(is_branch_S, prefix_at_S - bound_B[bin_B[bundle_S]], -1), at_first - 1),
         bound_B=bound_B,
     )
+
+
+def group_sizes(texts: Texts, *, share_prefixes: bool) -> Int64s:
+    """Tokens that each group takes in one batch, its prefix counted once: [P], for texts that are all first ones."""
+    prefix_S = _prefixes(texts, share_prefixes)
+    heads = np.flatnonzero(np.diff(texts.group_S, prepend=-1))
+    if len(heads) == 0:
+        return heads
+    return prefix_S[heads] + np.add.reduceat(texts.length_S - prefix_S, heads)
+
+
+def _prefixes(texts: Texts, share_prefixes: bool) -> Int64s:
+    return _shared_prefixes(texts) if share_prefixes else np.zeros(len(texts), np.int64)
 
 
 def _both(head: Int64s, tail: Int64s) -> Int64s:

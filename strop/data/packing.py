@@ -112,7 +112,7 @@ def pack_policy(
     if len(texts) == 0:
         return Packed(batches=[], dropped=dropped, find_trained=partial(TrainedTokens.none, len(counts_N)))
     plan = arrange(texts, max_tokens=max_tokens, share_prefixes=share_prefixes, data_parallel=data_parallel)
-    columns = _Columns(texts, plan, token_weights(Weighting(weighting), counts_N, horizon=horizon))
+    columns = Columns(texts, plan, token_weights(Weighting(weighting), counts_N, horizon=horizon))
     behavior_T = columns.next(logprobs_T, 0.0)
     advantages_T = columns.spread(advantage_N[plan.unit_S])
     temperature_T = None if temperature == 1.0 else np.full(len(behavior_T), temperature, np.float32)
@@ -154,7 +154,7 @@ def pack_examples(
     if len(texts) == 0:
         return Packed(batches=[], dropped=dropped, find_trained=partial(TrainedTokens.none, len(counts_N)))
     plan = arrange(texts, max_tokens=max_tokens, share_prefixes=False, data_parallel=data_parallel)
-    columns = _Columns(texts, plan, token_weights(Weighting(weighting), counts_N, horizon=None))
+    columns = Columns(texts, plan, token_weights(Weighting(weighting), counts_N, horizon=None))
     batches = [columns.batch(b, None, None) for b in range(len(columns.spans))]
     return Packed(batches=batches, dropped=dropped, find_trained=partial(columns.trained, texts, counts_N))
 
@@ -271,7 +271,7 @@ def _trained_counts(texts: Texts, num_units: int) -> Int64s:
     return counts_N
 
 
-class _Columns:
+class Columns:
     """The packed columns [T] of a whole step, in the arrangement's order; a batch is a slice of each."""
 
     def __init__(self, texts: Texts, plan: Arrangement, weight_N: NDArray[np.float64]) -> None:
