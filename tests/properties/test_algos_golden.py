@@ -8,6 +8,7 @@ differs on purpose, the test says in what and compares the rest.
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -84,17 +85,17 @@ SINGLE = 7  # verl gives the attempt that is alone in its group its raw reward; 
 
 
 @pytest.mark.parametrize(
-    ("name", "ours_PG"),
+    ("name", "ours"),
     [
-        ("grpo", advantages.grpo(REWARDS_PG, scale_by_std=True)),
-        ("grpo_vectorized", advantages.grpo(REWARDS_PG, scale_by_std=True)),
-        ("dr_grpo(no std)", advantages.grpo(REWARDS_PG, scale_by_std=False)),
-        ("rloo", advantages.rloo(REWARDS_PG)),
-        ("opo", advantages.opo(REWARDS_PG, COUNTS_PG)),
+        ("grpo", lambda: advantages.grpo(REWARDS_PG, scale_by_std=True)),
+        ("grpo_vectorized", lambda: advantages.grpo(REWARDS_PG, scale_by_std=True)),
+        ("dr_grpo(no std)", lambda: advantages.grpo(REWARDS_PG, scale_by_std=False)),
+        ("rloo", lambda: advantages.rloo(REWARDS_PG)),
+        ("opo", lambda: advantages.opo(REWARDS_PG, COUNTS_PG)),
     ],
 )
-def test_group_advantages(name: str, ours_PG: np.ndarray) -> None:
-    ours_B = ungrouped(ours_PG)
+def test_group_advantages(name: str, ours: Callable[[], np.ndarray]) -> None:
+    ours_B = ungrouped(ours())
     close(ours_B[:SINGLE], golden_attempts(name)[:SINGLE])
     assert ours_B[SINGLE] == 0.0
 
@@ -121,15 +122,15 @@ def test_remax() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "before_B"),
+    ("name", "before"),
     [
-        ("reinforce_plus_plus_baseline", ungrouped(advantages.grpo(REWARDS_PG, scale_by_std=False))),
-        ("gdpo", ungrouped(advantages.grpo(REWARDS_PG, scale_by_std=True))),
+        ("reinforce_plus_plus_baseline", lambda: ungrouped(advantages.grpo(REWARDS_PG, scale_by_std=False))),
+        ("gdpo", lambda: ungrouped(advantages.grpo(REWARDS_PG, scale_by_std=True))),
     ],
 )
-def test_whitening_over_tokens_of_group_advantages(name: str, before_B: np.ndarray) -> None:
+def test_whitening_over_tokens_of_group_advantages(name: str, before: Callable[[], np.ndarray]) -> None:
     # Given verl's value for the attempt that is alone, the rest of these two methods is one whitening.
-    before_B = np.where(np.arange(8) == SINGLE, REWARDS_B, before_B)
+    before_B = np.where(np.arange(8) == SINGLE, REWARDS_B, before())
     close(advantages.whiten(before_B, COUNTS_B), golden_attempts(name))
 
 
