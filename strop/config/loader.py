@@ -140,7 +140,7 @@ def _sentence(detail: ErrorDetails) -> str:
         return _unknown(loc)
     if kind == "missing":
         return f"{key} is missing: {_meaning(loc)}"
-    if loc[-1:] == ("[key]",):
+    if loc[-1:] == ("[key]",) and kind != "value_error":
         return f"key {key} must be a text: put it in quotes"
     shown = yaml12.inline(value) if yaml12.is_plain(value) else repr(value)
     shown = shown if len(shown) <= 200 else f"{shown[:200]}..."

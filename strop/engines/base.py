@@ -6,8 +6,8 @@ teacher are other Engines, not roles. `tests/conformance/test_engine.py` holds e
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from enum import StrEnum
 from pathlib import Path
 from typing import Protocol, TypeVar
@@ -32,14 +32,48 @@ class Loss(Protocol[InputsT]):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class OptimParams:
-    """Hyper-parameters of one optimizer step. They come by value on every call: schedules live in the loop."""
+class Overrides:
+    """Values for the groups that a scope names. None leaves the value that stands."""
+
+    lr: float | Tensor | None = None  # a one-element tensor is read when the optimizer reads it (CUDA graphs)
+    weight_decay: float | None = None  # decoupled
+    betas: Sequence[float] | None = None  # AdamW: two numbers
+    eps: float | None = None  # AdamW
+    momentum: float | None = None  # Muon
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OptimParams(Overrides):
+    """Hyper-parameters of one optimizer step, each optional. They come by value: schedules live in the loop.
+
+    The plain fields speak to every group of parameters, `scoped` to those of one optimizer ("muon") or to one group
+    ("adamw/no_decay"); the nearest scope wins. What nobody gives is as it stands: at first betas (0.9, 0.95), eps
+    1e-8, weight_decay 0, momentum 0.95, max_grad_norm 1, and no learning rate at all.
+
+    A value lasts for this step, or until further notice with `keep`, also when the step is skipped. Everything is
+    checked before anything changes; a ConfigError names each mistake:
+
+    * a value of another type or range. Whole numbers and lists are taken; texts, booleans and NaN are not.
+    * a key that no optimizer in its scope has, or that only one of two has: scope it to that one.
+    * a scope that is neither an optimizer nor a group.
+
+    Decay never reaches groups that are declared free of it (biases, norm weights), unless scoped to them by name.
+    """
+
+    max_grad_norm: float | None = None  # of the global 2-norm; math.inf: no clipping
+    scoped: Mapping[str, Overrides] = field(default_factory=dict[str, Overrides])
+    keep: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Applied:
+    """What one group of parameters was stepped with; None where its optimizer has no such value."""
 
     lr: float
-    betas: tuple[float, float] = (0.9, 0.95)  # AdamW
-    eps: float = 1e-8  # AdamW
-    weight_decay: float = 0.0  # decoupled; never reaches biases and norm weights
-    max_grad_norm: float | None = 1.0  # None: no clipping
+    weight_decay: float = 0.0
+    betas: tuple[float, float] | None = None
+    eps: float | None = None
+    momentum: float | None = None
 
 
 class SkipReason(StrEnum):
@@ -53,7 +87,7 @@ class OptimOutcome:
     cleared."""
 
     grad_norm: float  # global 2-norm before clipping
-    applied: OptimParams | None  # None when skipped
+    applied: Mapping[str, Applied] = field(default_factory=dict[str, Applied])  # by optimizer/group; empty when skipped
     skipped: bool = False
     reason: SkipReason | None = None
 
@@ -106,14 +140,16 @@ class Engine(Protocol):
         """Add the gradient of sum(weights * loss) over all tokens of all batches to what has accumulated.
 
         The weights already hold the normalisation: a backend sums over its ranks and never divides. Calling it twice
-        with halves equals calling it once with the whole.
+        with halves equals calling it once with the whole. A call that raises adds nothing: what had accumulated before
+        it is there, unchanged to the bit.
         """
         ...
 
     async def zero_grad(self) -> None: ...
 
     async def optim_step(self, params: OptimParams) -> OptimOutcome:
-        """Clip, step, zero. A non-finite gradient is a typed outcome, not an exception."""
+        """Clip, step, zero. A non-finite gradient is a typed outcome, not an exception; a mistake in `params` is a
+        ConfigError, after which everything is as before, the gradients too."""
         ...
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
@@ -125,11 +161,15 @@ class Engine(Protocol):
         ...
 
     async def load(self, folder: Path) -> None:
-        """Restore what `save` wrote: the next step is bitwise the step that would have been."""
+        """Restore what `save` wrote, kept hyper-parameters too: the next step is bitwise the step that would have
+        been."""
         ...
 
     async def resident(self, on_device: bool) -> None:
-        """Move parameters, gradients and optimizer state to the device, or to host memory. Values never change."""
+        """Move parameters, gradients and optimizer state to the device, or to host memory. Values never change.
+
+        While they are away, everything that needs them is an EngineError.
+        """
         ...
 
     def adapter(self, name: str) -> Engine:

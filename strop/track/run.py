@@ -202,9 +202,9 @@ class Run:
         EngineError after `engine.max_skipped_steps` skipped ones in a row, naming the reason.
         """
         counted: Metrics = {"optim/skipped": Metric(Reduction.SUM, float(outcome.skipped))}
-        if outcome.applied is not None:
+        if not outcome.skipped:
             counted["optim/grad_norm"] = Metric(Reduction.MEAN, outcome.grad_norm)
-            counted["optim/lr"] = Metric(Reduction.MEAN, outcome.applied.lr)
+            counted |= _rates(outcome)
         self._optim = merge_metrics([self._optim, counted])
         if not outcome.skipped:
             self.updates += 1
@@ -317,6 +317,13 @@ class Run:
             recipe=recipe_values(self.recipe),
         )
         await self.store.save(engine.save, state, pins)
+
+
+def _rates(outcome: OptimOutcome) -> Metrics:
+    """The learning rate, and each group's own where they differ: then the first is the largest of them."""
+    by_group = {f"optim/lr/{name}": applied.lr for name, applied in outcome.applied.items()}
+    rates = {"optim/lr": max(by_group.values())} | (by_group if len(set(by_group.values())) > 1 else {})
+    return {name: Metric(Reduction.MEAN, rate) for name, rate in rates.items()}
 
 
 def _end_of(stage: str) -> str:

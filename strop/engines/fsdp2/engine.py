@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -20,7 +21,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from strop.config.recipe import EngineConfig
 from strop.data.packing import Batch
 from strop.engines.base import Capabilities, ForwardBackward, Loss, OptimOutcome, OptimParams
-from strop.engines.fsdp2.optimizer import build_optimizers
+from strop.engines.fsdp2.optimizer import build_optimizers, parameter_groups
 from strop.errors import CheckpointError, EngineError
 from strop.models.attention import PackedAttention
 from strop.models.heads import values
@@ -29,7 +30,7 @@ from strop.ops.logprobs import Entropy, Head, HeadImpl, score_targets
 from strop.types import Metrics, Outputs, Want, merge_metrics
 
 InputsT = TypeVar("InputsT")
-WEIGHTS, MOMENTS = "model.safetensors", "optimizer.safetensors"
+WEIGHTS, MOMENTS, STANDING = "model.safetensors", "optimizer.safetensors", "hyper_parameters"
 
 
 class Fsdp2Engine:
@@ -47,8 +48,7 @@ class Fsdp2Engine:
         model.module.requires_grad_(trainable)
         if config.activation_checkpointing and trainable:
             checkpoint_layers(model.module)
-        excluded: set[Tensor] = {model.head.weight, *model.module.get_input_embeddings().parameters()}
-        self._optimizers = build_optimizers(config.optimizer, model.module, excluded) if trainable else None
+        self._optimizers = build_optimizers(parameter_groups(model, config)) if trainable else None
 
     async def forward(self, batches: list[Batch[Any]], want: Want = Want()) -> list[Outputs]:  # noqa: B008
         with torch.no_grad():
@@ -60,8 +60,12 @@ class Fsdp2Engine:
         loss: Loss[InputsT],
         want: Want = Want(),  # noqa: B008
     ) -> ForwardBackward:
-        if not self.trainable:
+        if self._optimizers is None:
             raise EngineError("this engine is frozen: it scores batches (forward) and cannot take gradients")
+        with self._optimizers.all_or_nothing():
+            return self._learn(batches, loss, want)
+
+    def _learn(self, batches: list[Batch[InputsT]], loss: Loss[InputsT], want: Want) -> ForwardBackward:
         outputs: list[Outputs] = []
         metrics: list[Metrics] = []
         for batch in batches:
@@ -128,16 +132,17 @@ class Fsdp2Engine:
     async def save(self, folder: Path) -> None:
         save_file({name: t.detach().contiguous() for name, t in self.model.state()}, folder / WEIGHTS)
         if self._optimizers is not None:
-            save_file({key: t.contiguous() for key, t in self._optimizers.state()}, folder / MOMENTS)
+            moments = {key: t.contiguous() for key, t in self._optimizers.state()}
+            save_file(moments, folder / MOMENTS, metadata={STANDING: self._optimizers.standing.state()})
 
     async def load(self, folder: Path) -> None:
         for name in (WEIGHTS, MOMENTS) if self._optimizers is not None else (WEIGHTS,):
             if not (folder / name).is_file():
                 raise CheckpointError(f"{folder} has no {name}: it is not a checkpoint of this engine")
-        moments = load_file(folder / MOMENTS) if self._optimizers is not None else {}
+        moments, standing = _moments(folder / MOMENTS) if self._optimizers is not None else ({}, "")
         self.model.load_state(load_file(folder / WEIGHTS).items())
         if self._optimizers is not None:
-            self._optimizers.load_state(moments)
+            self._optimizers.load_state(moments, standing)
             self._optimizers.zero_grad()
 
     async def resident(self, on_device: bool) -> None:
@@ -147,6 +152,15 @@ class Fsdp2Engine:
 
     def adapter(self, name: str) -> Fsdp2Engine:
         raise EngineError(f"adapter {name!r}: low-rank adapters are not built yet (capabilities.lora is false)")
+
+
+def _moments(file: Path) -> tuple[dict[str, Tensor], str]:
+    """Moments, and the hyper-parameters that stood. CheckpointError when the file has none."""
+    with safe_open(file, framework="pt") as opened:
+        standing: dict[str, str] = opened.metadata() or {}
+    if STANDING not in standing:
+        raise CheckpointError(f"{file} has no {STANDING}: it is not of this version of the engine")
+    return load_file(file), standing[STANDING]
 
 
 def checkpoint_layers(module: nn.Module) -> None:

@@ -8,54 +8,74 @@ AdamW.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
+from strop.config.recipe import EngineConfig, ParamGroupConfig
 from strop.engines.base import OptimOutcome, OptimParams, SkipReason
-from strop.errors import EngineError
+from strop.engines.hyper import Standing
+from strop.errors import ConfigError, EngineError
+from strop.models.loading import LanguageModel
+from strop.models.patterns import chosen
 
 
 @dataclass(slots=True)
 class Optimizers:
     """AdamW, and Muon beside it when the recipe asks for it, over the trainable parameters of one model."""
 
-    adamw: torch.optim.AdamW
+    adamw: torch.optim.AdamW | None  # None: Muon takes everything
     muon: torch.optim.Muon | None
     names: Mapping[Tensor, str]  # every trainable parameter's Hugging Face name
+    standing: Standing
 
     def all(self) -> list[torch.optim.Optimizer]:
-        return [self.adamw] if self.muon is None else [self.adamw, self.muon]
+        return [optimizer for optimizer in (self.adamw, self.muon) if optimizer is not None]
 
     def zero_grad(self) -> None:
         for parameter in self.names:
             parameter.grad = None
 
+    @contextmanager
+    def all_or_nothing(self) -> Iterator[None]:
+        """Gradients of the block add to what had accumulated when it ends, and are dropped when it raises.
+
+        What had accumulated waits aside: a block after the first one needs the gradients' memory twice.
+        """
+        before = {parameter: parameter.grad for parameter in self.names}
+        self.zero_grad()
+        done = False
+        try:
+            yield
+            done = True
+        finally:
+            for parameter, grad in before.items():
+                if done and grad is not None and parameter.grad is not None:
+                    grad.add_(parameter.grad)
+                if grad is not None or not done:
+                    parameter.grad = grad
+
     def step(self, params: OptimParams) -> OptimOutcome:
         """Clip to the global norm, step, zero; skip when the norm is not finite or nothing was accumulated."""
+        resolved = self.standing.resolve(params)
         grads = [p.grad for p in self.names if p.grad is not None]
         if not grads:
-            return OptimOutcome(grad_norm=0.0, applied=None, skipped=True, reason=SkipReason.NO_GRADIENT)
+            return OptimOutcome(grad_norm=0.0, skipped=True, reason=SkipReason.NO_GRADIENT)
         norm = torch.nn.utils.get_total_norm(grads)
         if not bool(torch.isfinite(norm)):
             self.zero_grad()
-            return OptimOutcome(
-                grad_norm=float(norm), applied=None, skipped=True, reason=SkipReason.NON_FINITE_GRADIENT
-            )
-        if params.max_grad_norm is not None and float(norm) > params.max_grad_norm:
+            return OptimOutcome(grad_norm=float(norm), skipped=True, reason=SkipReason.NON_FINITE_GRADIENT)
+        if float(norm) > resolved.max_grad_norm:
             for grad in grads:
-                grad.mul_(params.max_grad_norm / norm)
-        for group in self.adamw.param_groups:
-            group["lr"], group["betas"], group["eps"] = params.lr, params.betas, params.eps
-            group["weight_decay"] = params.weight_decay if group["decay"] else 0.0
-        if self.muon is not None:
-            for group in self.muon.param_groups:
-                group["lr"], group["weight_decay"] = params.lr, params.weight_decay
+                grad.mul_(resolved.max_grad_norm / norm)
         for optimizer in self.all():
+            for group in optimizer.param_groups:
+                group.update(resolved.groups[group["name"]])
             optimizer.step()
         self.zero_grad()
-        return OptimOutcome(grad_norm=float(norm), applied=params)
+        return OptimOutcome(grad_norm=float(norm), applied=resolved.applied())
 
     def state(self) -> Iterator[tuple[str, Tensor]]:
         """Moments and step counts as `parameter|slot`, for a checkpoint without pickle."""
@@ -64,8 +84,9 @@ class Optimizers:
                 for slot, tensor in slots.items():
                     yield f"{self.names[parameter]}|{slot}", tensor
 
-    def load_state(self, saved: dict[str, Tensor]) -> None:
-        """Restore what `state` gave. EngineError when a slot belongs to no trainable parameter or has another shape."""
+    def load_state(self, saved: dict[str, Tensor], standing: str) -> None:
+        """Restore what `state` and `standing.state` gave. EngineError when a slot belongs to no trainable parameter or
+        has another shape."""
         parameters = {name: parameter for parameter, name in self.names.items()}
         owner = {p: optimizer for optimizer in self.all() for group in optimizer.param_groups for p in group["params"]}
         restored: dict[Tensor, dict[str, Tensor]] = {}
@@ -76,23 +97,72 @@ class Optimizers:
                 shape = "no such parameter" if parameter is None else f"{tuple(parameter.shape)} here"
                 raise EngineError(f"optimizer state {key} {tuple(tensor.shape)} does not fit this model: {shape}")
             restored.setdefault(parameter, {})[slot] = tensor.clone()
+        self.standing.load_state(standing)
         for optimizer in self.all():
             optimizer.state.clear()
         for parameter, slots in restored.items():
             owner[parameter].state[parameter] = slots
 
 
-def build_optimizers(kind: str, module: nn.Module, excluded: set[Tensor]) -> Optimizers:
-    """Sort trainable parameters: matrices decay, vectors do not; Muon takes matrices outside `excluded` (embedding,
-    head)."""
+@dataclass(frozen=True, slots=True)
+class ParameterGroups:
+    """The trainable parameters, sorted into groups `optimizer/group`: matrices decay, vectors do not; Muon takes
+    matrices outside the embedding and the head."""
+
+    names: dict[Tensor, str]  # every trainable parameter's Hugging Face name
+    members: dict[str, list[Tensor]]  # AdamW's groups first
+    free: frozenset[str]  # groups that decay does not reach
+
+    def standing(self) -> Standing:
+        return Standing.of(list(self.members), self.free)
+
+
+def parameter_groups(model: LanguageModel, config: EngineConfig) -> ParameterGroups:
+    """How `config` sorts the parameters of a model; on a model without weights too.
+
+    Groups of `param_groups` take what their patterns match first: group `router` is `muon/router` where Muon takes its
+    matrices. ConfigError when a pattern matches no parameter, or two groups want the same one.
+    """
+    module = model.module
     names: dict[Tensor, str] = {p: name for name, p in module.named_parameters() if p.requires_grad}
-    matrices = [p for p in names if p.ndim >= 2]
-    hidden = [p for p in matrices if p.ndim == 2 and p not in excluded] if kind == "muon" else []
-    taken = set(hidden)
-    groups = [
-        {"params": [p for p in matrices if p not in taken], "decay": True},
-        {"params": [p for p in names if p.ndim < 2], "decay": False},
-    ]
-    adamw = torch.optim.AdamW([group for group in groups if group["params"]], lr=0.0, fused=True)
-    muon = torch.optim.Muon(hidden, lr=0.0, adjust_lr_fn="match_rms_adamw") if hidden else None
-    return Optimizers(adamw, muon, names)
+    declared = _declared_groups(list(names.values()), config.param_groups)
+    outside: set[Tensor] = {model.head.weight, *module.get_input_embeddings().parameters()}
+    if model.value_head is not None:
+        outside.update(model.value_head.parameters())
+    members: dict[str, list[Tensor]] = {}
+    free: set[str] = set()
+    for parameter, name in names.items():
+        muon = config.optimizer == "muon" and parameter.ndim == 2 and parameter not in outside
+        usual = "hidden" if muon else "decay" if parameter.ndim >= 2 else "no_decay"
+        group = declared.get(name, usual)
+        full = f"{'muon' if muon else 'adamw'}/{group}"
+        members.setdefault(full, []).append(parameter)
+        if not (config.param_groups[group].decay if name in declared else parameter.ndim >= 2):
+            free.add(full)
+    order = sorted(members, key=lambda name: (name.startswith("muon/"), name))
+    return ParameterGroups(names, {name: members[name] for name in order}, frozenset(free))
+
+
+def _declared_groups(names: list[str], declared: Mapping[str, ParamGroupConfig]) -> dict[str, str]:
+    """The declared group of each parameter that is in one, both by name."""
+    group_of: dict[str, str] = {}
+    for group, config in declared.items():
+        for name in chosen(config.match, names, f"engine.param_groups.{group}.match"):
+            if name in group_of:
+                raise ConfigError(
+                    f"engine.param_groups: {group_of[name]} and {group} both match {name}: a parameter has one group"
+                )
+            group_of[name] = group
+    return group_of
+
+
+def build_optimizers(groups: ParameterGroups) -> Optimizers:
+    """The optimizers over these groups."""
+    parts = [{"params": members, "name": name} for name, members in groups.members.items()]
+    adamw, muon = ([part for part in parts if str(part["name"]).startswith(kind)] for kind in ("adamw/", "muon/"))
+    return Optimizers(
+        adamw=torch.optim.AdamW(adamw, lr=0.0, fused=True) if adamw else None,
+        muon=torch.optim.Muon(muon, lr=0.0, adjust_lr_fn="match_rms_adamw") if muon else None,
+        names=groups.names,
+        standing=groups.standing(),
+    )

@@ -20,6 +20,7 @@ from strop.config.recipe import (
     EvaluateConfig,
     Kernels,
     ModelConfig,
+    ParamGroupConfig,
     Recipe,
     RunConfig,
     TasksConfig,
@@ -255,6 +256,25 @@ def test_a_run_has_at_most_150_fields() -> None:
     assert len(all_keys()) <= 150
 
 
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("engine.param_groups={decay: {match: [x]}}", "those groups exist"),
+        ("engine.param_groups={a/b: {match: [x]}}", "plain name"),
+        ("engine.param_groups={router: {}}", "engine.param_groups.router.match is missing"),
+        ("engine.param_groups={router: {match: []}}", "engine.param_groups.router.match is []: it must have 1 values"),
+        ("grpo.schedule.groups={muon: {lr: 1}}", "unknown key grpo.schedule.groups.muon.lr"),
+        (
+            "grpo.schedule.groups={muon: {lr_scale: -1}}",
+            "grpo.schedule.groups.muon.lr_scale is -1: it must be at least 0",
+        ),
+    ],
+)
+def test_groups_of_parameters_are_checked_as_sections(override: str, words: str) -> None:
+    (sentence,) = problems(MINIMAL, override)
+    assert words in sentence
+
+
 def test_nothing_is_interpolated() -> None:
     recipe = read(MINIMAL, "renderer.system='${seed} {recipe} $HOME'")
     assert recipe.renderer.system == "${seed} {recipe} $HOME"
@@ -276,6 +296,8 @@ def _strategy(section: type[Section]) -> st.SearchStrategy[Any]:
 def _values(name: str, annotation: Any) -> st.SearchStrategy[Any]:
     inner = section_of(annotation)
     optional = type(None) in get_args(annotation)
+    if (named := _named_section(annotation)) is not None:
+        return st.dictionaries(st.sampled_from(["a", "b_2"]), named)
     if inner is not None:
         return st.none() | _strategy(inner) if optional else _strategy(inner)
     if get_origin(annotation) is Literal:
@@ -292,6 +314,14 @@ def _values(name: str, annotation: Any) -> st.SearchStrategy[Any]:
     }
     chosen = kinds[_kind(annotation)]
     return st.none() | chosen if optional else chosen
+
+
+def _named_section(annotation: Any) -> st.SearchStrategy[Any] | None:
+    """Sections under names of the user's own: their strategy; None for anything else."""
+    if get_origin(annotation) is not dict or section_of(get_args(annotation)[1]) is None:
+        return None
+    groups = st.builds(ParamGroupConfig, match=st.lists(st.text(), min_size=1).map(tuple))
+    return groups if get_args(annotation)[1] is ParamGroupConfig else _strategy(get_args(annotation)[1])
 
 
 def _kind(annotation: Any) -> Any:
@@ -401,7 +431,7 @@ def flipped(key: str, value: Any, annotation: Any) -> Any:
     if isinstance(value, str):
         return value + "x"
     if isinstance(value, dict):
-        return {"x": 1}
+        return {"engine.param_groups": {"x": {"match": ["y"]}}}.get(key, {"x": {} if key.endswith("groups") else 1})
     return {"tasks.limit": 3, "sft.stop_at_accuracy": 0.5, "renderer.system": "x", "model.tokenizer": "x"}[key]
 
 

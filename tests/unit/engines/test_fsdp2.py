@@ -15,7 +15,7 @@ from strop.config.recipe import EngineConfig
 from strop.data.packing import Batch
 from strop.engines.base import OptimParams
 from strop.engines.fsdp2.engine import Fsdp2Engine
-from strop.engines.fsdp2.optimizer import build_optimizers
+from strop.engines.fsdp2.optimizer import build_optimizers, parameter_groups
 from strop.errors import EngineError
 from strop.types import Layout, Metrics, Outputs, Want
 from tests.tiny_models import tiny_model
@@ -82,11 +82,10 @@ def test_a_loss_of_another_shape_is_refused() -> None:
 
 def test_muon_takes_hidden_matrices_and_nothing_else() -> None:
     model = tiny_model("qwen3")
-    excluded: set[Tensor] = {model.head.weight, *model.module.get_input_embeddings().parameters()}
-    made = build_optimizers("muon", model.module, excluded)
-    assert made.muon is not None
-    taken = {made.names[p] for group in made.muon.param_groups for p in group["params"]}
-    rest = {made.names[p] for group in made.adamw.param_groups for p in group["params"]}
+    groups = parameter_groups(model, EngineConfig(optimizer="muon"))
+    assert list(groups.members) == ["adamw/decay", "adamw/no_decay", "muon/hidden"]
+    taken = {groups.names[p] for p in groups.members["muon/hidden"]}
+    rest = {groups.names[p] for name in ("adamw/decay", "adamw/no_decay") for p in groups.members[name]}
     assert taken | rest == {name for name, _ in model.module.named_parameters()} and not taken & rest
     assert all("_proj.weight" in name for name in taken) and len(taken) == 2 * 7
     assert {"model.embed_tokens.weight", "lm_head.weight", "model.norm.weight"} <= rest
@@ -94,8 +93,12 @@ def test_muon_takes_hidden_matrices_and_nothing_else() -> None:
 
 def test_optimizer_state_of_another_model_is_refused() -> None:
     """D06: never a silent fresh start."""
-    made = build_optimizers("adamw", tiny_model("qwen3").module, set())
+    made = build_optimizers(parameter_groups(tiny_model("qwen3"), EngineConfig()))
+    standing = made.standing.state()
     with pytest.raises(EngineError, match="no such parameter"):
-        made.load_state({"elsewhere.weight|exp_avg": torch.zeros(2)})
+        made.load_state({"elsewhere.weight|exp_avg": torch.zeros(2)}, standing)
     with pytest.raises(EngineError, match=r"\(2, 2\)"):
-        made.load_state({"model.norm.weight|exp_avg": torch.zeros(2, 2)})
+        made.load_state({"model.norm.weight|exp_avg": torch.zeros(2, 2)}, standing)
+    other = build_optimizers(parameter_groups(tiny_model("qwen3"), EngineConfig(optimizer="muon")))
+    with pytest.raises(EngineError, match="muon/hidden"):
+        made.load_state({}, other.standing.state())

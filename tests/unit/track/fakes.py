@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from strop.config.recipe import Recipe
-from strop.engines.base import OptimOutcome, OptimParams, SkipReason
+from strop.engines.base import Applied, OptimOutcome, OptimParams, SkipReason
 from strop.track.evaluation import Answer, Evaluation
 from strop.track.run import Run, stages
 from strop.types import Completion, Ending, Group, Int32s, Metric, Reduction, Segment, Stop, Trajectory, merge_metrics
@@ -70,13 +70,14 @@ class FakeEngine:
     def optim_step(self, params: OptimParams) -> OptimOutcome:
         norm, self.gradient = self.gradient, 0.0
         if not math.isfinite(norm):
-            return OptimOutcome(grad_norm=norm, applied=None, skipped=True, reason=SkipReason.NON_FINITE_GRADIENT)
+            return OptimOutcome(grad_norm=norm, skipped=True, reason=SkipReason.NON_FINITE_GRADIENT)
         self.count += 1
         self.first = 0.9 * self.first + 0.1 * norm
         self.second = 0.99 * self.second + 0.01 * norm * norm
         ahead = self.first / (1 - 0.9**self.count)
+        assert isinstance(params.lr, float)
         self.value -= params.lr * ahead / (math.sqrt(self.second / (1 - 0.99**self.count)) + 1e-8)
-        return OptimOutcome(grad_norm=abs(norm), applied=params)
+        return OptimOutcome(grad_norm=abs(norm), applied={"adamw/decay": Applied(lr=params.lr)})
 
     async def save(self, folder: Path) -> None:
         assert folder.is_dir() and not any(folder.iterdir()), "save needs an existing, empty folder"

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from strop.config.recipe import Recipe
-from strop.engines.base import OptimOutcome, OptimParams
+from strop.engines.base import Applied, OptimOutcome
 from strop.track.evaluation import Answer, Evaluation
 from strop.track.report import write_report
 from strop.track.run import Run, Watch, stages
@@ -104,7 +104,7 @@ async def _play(run: Run, machine: Machine, stage: str, taken: int, every: int, 
             machine.spend(0.02)
         with run.span("learn"):
             machine.spend(2.1 + noise.uniform(-0.2, 0.2) - 0.5 * chance)
-            applied = OptimParams(lr=1e-5 * min(1, step / 10))
+            applied = {"adamw/decay": Applied(lr=1e-5 * min(1, step / 10))}
             run.count_outcome(OptimOutcome(grad_norm=0.4 + noise.expovariate(4), applied=applied))
         metrics: Metrics = {"loss/nll": Metric(Reduction.MEAN, 6000 * (2.5 - 2 * chance + noise.gauss(0, 0.05)), 6000)}
         if stage == "grpo":

@@ -18,7 +18,7 @@ import pytest
 from strop.checkpoint.store import BEST
 from strop.config import yaml12
 from strop.config.recipe import Recipe
-from strop.engines.base import OptimOutcome, OptimParams, SkipReason
+from strop.engines.base import Applied, OptimOutcome, OptimParams, SkipReason
 from strop.errors import CheckpointError, ConfigError, EngineError
 from strop.track import rows
 from strop.track.run import Run, Watch
@@ -304,7 +304,7 @@ def test_metrics_of_parts_are_reported_once(began: Run) -> None:
 
 
 def test_what_is_not_a_number_is_left_out(began: Run) -> None:
-    began.count_outcome(OptimOutcome(grad_norm=float("nan"), applied=None, skipped=True, reason=SkipReason.NO_GRADIENT))
+    began.count_outcome(OptimOutcome(grad_norm=float("nan"), skipped=True, reason=SkipReason.NO_GRADIENT))
     nothing, bad = Metric(Reduction.MEAN, 0.0, 0), Metric(Reduction.MEAN, float("nan"), 2)
     row = end_step(began, 1, {"nothing": nothing, "bad": bad, "worse": Metric(Reduction.MAX, float("inf"))})
     assert not {"nothing", "bad", "worse", "optim/grad_norm", "optim/lr"} & row.keys()
@@ -315,15 +315,17 @@ def test_what_is_not_a_number_is_left_out(began: Run) -> None:
 
 
 def skipped() -> OptimOutcome:
-    return OptimOutcome(
-        grad_norm=float("inf"), applied=None, skipped=True, reason=SkipReason.NON_FINITE_GRADIENT
-    )
+    return OptimOutcome(grad_norm=float("inf"), skipped=True, reason=SkipReason.NON_FINITE_GRADIENT)
+
+
+def applied(lr: float) -> dict[str, Applied]:
+    return {"adamw/decay": Applied(lr=lr)}
 
 
 def test_outcomes_are_counted_and_averaged_over_a_step(began: Run) -> None:
-    began.count_outcome(OptimOutcome(grad_norm=1.0, applied=OptimParams(lr=0.2)))
+    began.count_outcome(OptimOutcome(grad_norm=1.0, applied=applied(0.2)))
     began.count_outcome(skipped())
-    began.count_outcome(OptimOutcome(grad_norm=2.0, applied=OptimParams(lr=0.1)))
+    began.count_outcome(OptimOutcome(grad_norm=2.0, applied=applied(0.1)))
     assert began.updates == 2, "a skipped step does not move the schedule"
     row = end_step(began, 1)
     assert row["optim/grad_norm"] == 1.5
@@ -332,10 +334,17 @@ def test_outcomes_are_counted_and_averaged_over_a_step(began: Run) -> None:
     assert "optim/lr" not in end_step(began, 2), "what was counted belongs to one step"
 
 
+def test_groups_with_rates_of_their_own_are_all_written(began: Run) -> None:
+    rates = {"adamw/decay": Applied(lr=0.1), "muon/hidden": Applied(lr=2.0)}
+    began.count_outcome(OptimOutcome(grad_norm=1.0, applied=rates))
+    row = end_step(began, 1)
+    assert (row["optim/lr"], row["optim/lr/adamw/decay"], row["optim/lr/muon/hidden"]) == (2.0, 0.1, 2.0)
+
+
 def test_too_many_skipped_in_a_row_stop_the_run(began: Run) -> None:
     for _ in range(2):
         began.count_outcome(skipped())
-    began.count_outcome(OptimOutcome(grad_norm=1.0, applied=OptimParams(lr=0.1)))
+    began.count_outcome(OptimOutcome(grad_norm=1.0, applied=applied(0.1)))
     for _ in range(2):
         began.count_outcome(skipped())
     with pytest.raises(EngineError, match=r"3 optimizer steps in a row were skipped \(non_finite_gradient\).*grpo.*=3"):
@@ -464,7 +473,7 @@ def test_memory_does_not_grow_with_steps(tmp_path: Path) -> None:
             run.samples(step, [Group("a", [trajectory([1], [2] * 200, float(i)) for i in range(8)])])
             run.record_evaluation(evaluation("grpo", step, 0.5))
             with run.span("learn"):
-                run.count_outcome(OptimOutcome(grad_norm=1.0, applied=OptimParams(lr=0.1)))
+                run.count_outcome(OptimOutcome(grad_norm=1.0, applied=applied(0.1)))
             metrics = {f"m{i}": Metric(Reduction.MEAN, 1.0) for i in range(30)}
             await run.end_step(step, metrics, FakeEngine(), FakeStream(), last=False)
         gc.collect()
