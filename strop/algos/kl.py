@@ -72,7 +72,7 @@ def penalised_rewards(rewards_T: Float64s, kl_T: Float64s, mask_T: Bools, coeffi
     Divergence as a cost, before returns or advantages are taken, as PPO for language models does
     (arXiv 1909.08593, eq. 2). What the policy did not choose costs nothing: `kl_T` may hold anything there.
     """
-    return np.asarray(rewards_T, np.float64) - coefficient * np.where(mask_T, kl_T, 0.0)
+    return np.asarray(rewards_T, np.float64) - coefficient * np.where(mask_T, np.asarray(kl_T, np.float64), 0.0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

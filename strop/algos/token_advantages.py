@@ -53,7 +53,7 @@ def gae(
     rewards_M = np.asarray(rewards_T, np.float64)[mask_T]
     values_M = np.asarray(values_T, np.float64)[mask_T]
     live_N = counts_N > 0
-    next_M = np.append(values_M[1:], 0.0)[: len(values_M)]
+    next_M = np.roll(values_M, -1)
     next_M[np.cumsum(counts_N)[live_N] - 1] = 0.0 if bootstrap_N is None else bootstrap_N[live_N]
     advantages_M = _accumulated(rewards_M + discount * next_M - values_M, counts_N, discount * trace)
     return _spread(advantages_M, mask_T), _spread(advantages_M + values_M, mask_T)
@@ -107,11 +107,11 @@ def _accumulated(values_M: Float64s, counts_N: Counts, factor: float) -> Float64
 
     One pass over time for all trajectories at once: at each distance from the end, those that are that long.
     """
-    order = np.argsort(-counts_N, kind="stable")
+    order = np.argsort(-counts_N)
     ends_N = np.cumsum(counts_N)[order]
     longest = int(counts_N.max(initial=0))
     reach = len(counts_N) - np.searchsorted(np.sort(counts_N), np.arange(longest), side="right")
-    result_M = np.array(values_M, np.float64)
+    result_M = values_M.copy()
     for back in range(1, longest):
         here = ends_N[: reach[back]] - 1 - back
         result_M[here] += factor * result_M[here + 1]

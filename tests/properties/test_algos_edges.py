@@ -1,0 +1,258 @@
+"""Where an algorithm is easily wrong and nobody sees it: narrow dtypes, empty axes, ties, untrained places."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from strop.algos import advantages, filters, selection, token_advantages
+from strop.algos.correction import Level, Outside, importance_weights, off_policy_accepted
+from strop.algos.kl import penalised_rewards
+from strop.algos.losses import DPPOKullbackLeibler
+from strop.algos.weighting import Weighting, token_weights
+from strop.types import Layout
+
+EXAMPLES = settings(max_examples=40, deadline=None, derandomize=True)
+NAN = float("nan")
+
+
+def doubles(*values: float) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.float64)
+
+
+def test_gdpo_counts_every_reward_once_by_default() -> None:
+    parts = [np.array([[1.0, 0.0, 0.5]]), np.array([[0.0, 2.0, 2.5]])]
+    assert np.array_equal(advantages.gdpo(parts), advantages.gdpo(parts, [1.0, 1.0]))
+
+
+def test_gdpo_adds_eps_to_every_deviation() -> None:
+    """Deviations 0.7 and 7: a large eps drowns the first reward and leaves the second."""
+    parts = [np.array([[1.0, 0.0], [0.0, 1.0]]), np.array([[10.0, 0.0], [10.0, 0.0]])]
+    scaled_PG = sum(part / (np.sqrt(0.5) * np.ptp(part) + 50.0) for part in parts)
+    centred_PG = scaled_PG - scaled_PG.mean(axis=1, keepdims=True)
+    ours_PG = advantages.gdpo(parts, eps=50.0)
+    np.testing.assert_allclose(ours_PG, advantages.whiten(centred_PG, np.ones((2, 2))), rtol=1e-9)
+
+
+def test_gdpo_of_an_attempt_without_tokens_is_missing_if_a_part_is() -> None:
+    parts = [np.array([[1.0, 0.0, 1.0]]), np.array([[1.0, 0.0, NAN]])]
+    ours_PG = advantages.gdpo(parts, counts_PG=np.array([[2, 3, 0]]))
+    assert np.isnan(ours_PG).tolist() == [[False, False, True]]
+
+
+def test_gdpo_says_what_it_needs() -> None:
+    with pytest.raises(ValueError, match=r"^gdpo needs at least one reward$"):
+        advantages.gdpo([])
+
+
+def test_a_lead_over_nobody_is_no_invalid_operation() -> None:
+    rewards_PG = np.array([[1.0, NAN, NAN], [NAN, NAN, NAN], [1.0, 0.5, NAN]])
+    with np.errstate(all="raise"):
+        ours_PG = advantages.leave_one_out_max(rewards_PG, scale_by_std=False)
+    np.testing.assert_array_equal(ours_PG, [[0.0, NAN, NAN], [NAN, NAN, NAN], [0.5, 0.0, NAN]])
+
+
+def test_reinforce_plus_plus_discounts() -> None:
+    rewards_T, mask_T = np.array([0.0, 0.0, 1.0, 2.0]), np.ones(4, np.bool_)
+    ours_T = token_advantages.reinforce_plus_plus(rewards_T, mask_T, np.array([3, 1]), discount=0.5)
+    np.testing.assert_allclose(ours_T, advantages.whiten(np.array([0.25, 0.5, 1.0, 2.0]), mask_T))
+
+
+def test_float32_inputs_are_computed_in_float64() -> None:
+    rng = np.random.default_rng(0)
+    rewards, values = rng.normal(size=(2, 9)).astype(np.float32)
+    mask_T, lengths_N = rng.random(9) < 0.8, np.array([4, 5])
+    wide = [x.astype(np.float64) for x in (rewards, values)]
+    for ours, expected in (
+        (
+            token_advantages.gae(rewards, values, mask_T, lengths_N, discount=0.9),
+            token_advantages.gae(*wide, mask_T, lengths_N, discount=0.9),
+        ),
+        (
+            token_advantages.returns_to_go(rewards, mask_T, lengths_N, discount=0.9),
+            token_advantages.returns_to_go(wide[0], mask_T, lengths_N, discount=0.9),
+        ),
+        (penalised_rewards(rewards, values, mask_T, 0.1), penalised_rewards(*wide, mask_T, 0.1)),
+    ):
+        assert np.asarray(ours).dtype == np.float64
+        assert np.array_equal(ours, expected)
+    rewards_PG, lengths_PG = np.array([[1.0, 0.0]]), np.array([[4, 5]])
+    logprobs, squares = -rng.random((2, 9)).astype(np.float32), rng.random(9).astype(np.float32)
+    ours_T = token_advantages.optimal_token_baseline(rewards_PG, logprobs[0], squares, mask_T, lengths_PG)
+    expected_T = token_advantages.optimal_token_baseline(
+        rewards_PG, logprobs[0].astype(np.float64), squares.astype(np.float64), mask_T, lengths_PG
+    )
+    assert np.array_equal(ours_T, expected_T)
+
+
+def test_narrow_counts_do_not_wrap() -> None:
+    """Lengths as bytes: 16 - 20 is -4, and 2 * 200 is 400."""
+    short = np.array([0, 16, 18, 20], np.uint8)
+    assert filters.overlong_penalty(short, max_length=20, buffer=4).tolist() == [0.0, 0.0, -0.5, -1.0]
+    lengths_PG, solved_PG = np.array([[200, 100], [7, 7]], np.uint8), np.array([[True, False], [True, True]])
+    assert filters.length_reward(lengths_PG, solved_PG).tolist() == [[-0.5, 0.0], [0.0, 0.0]]
+    counts_N = np.array([200, 200], np.uint8)
+    assert token_weights(Weighting.TOKEN_MEAN, counts_N, horizon=None).tolist() == [1 / 400, 1 / 400]
+    assert token_weights(Weighting.SEQUENCE_MEAN_TOKEN_MEAN, counts_N, horizon=None).tolist() == [1 / 400, 1 / 400]
+
+
+def test_the_penalty_may_begin_at_the_last_token() -> None:
+    assert filters.overlong_penalty(np.array([19, 20]), max_length=20, buffer=1).tolist() == [0.0, -1.0]
+
+
+@EXAMPLES
+@given(st.integers(0, 4), st.integers(0, 5), st.integers(0, 2**32 - 1))
+def test_length_reward_of_many_groups(tasks: int, attempts: int, seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    lengths_PG, solved_PG = rng.integers(0, 4, (tasks, attempts)), rng.random((tasks, attempts)) < 0.5
+    expected: list[list[float]] = []
+    for lengths, solved in zip(lengths_PG.tolist(), solved_PG.tolist(), strict=True):
+        spread = max(lengths) - min(lengths) if lengths else 0
+        gains = [0.5 - (n - min(lengths)) / spread if spread else 0.0 for n in lengths]
+        expected.append([gain if right else min(gain, 0.0) for gain, right in zip(gains, solved, strict=True)])
+    ours_PG = filters.length_reward(lengths_PG, solved_PG)
+    assert ours_PG.shape == (tasks, attempts)
+    np.testing.assert_allclose(ours_PG, np.array(expected).reshape(tasks, attempts), rtol=1e-12)
+
+
+def test_a_reward_at_an_untrained_token_stays_what_it_was() -> None:
+    mask_T = np.array([True, False])
+    assert penalised_rewards(np.array([1.0, 3.0]), np.array([2.0, NAN]), mask_T, 0.5).tolist() == [0.0, 3.0]
+
+
+def test_nothing_at_all_has_no_baseline() -> None:
+    for shape in ((0, 2), (2, 0), (0, 0)):
+        nothing = token_advantages.optimal_token_baseline(
+            np.zeros(shape), np.zeros(0), np.zeros(0), np.zeros(0, np.bool_), np.zeros(shape, np.int64)
+        )
+        assert nothing.shape == (0,)
+
+
+def test_the_ratio_of_a_sequence_is_bounded_too() -> None:
+    """Three log ratios of 15 make 45, bounded by 20; and so on the other side."""
+    layout, mask_T = Layout((3,)), torch.ones(3, dtype=torch.bool)
+    for sign in (1.0, -1.0):
+        _, metrics = importance_weights(
+            doubles(15, 15, 15) * sign, doubles(0, 0, 0), layout, mask_T, level=Level.SEQUENCE_SUM
+        )
+        assert metrics["correction/weight_mean"].result == pytest.approx(math.exp(20 * sign), rel=1e-12)
+    weights_T, _ = importance_weights(
+        doubles(-15, -15, -15),
+        doubles(0, 0, 0),
+        layout,
+        mask_T,
+        level=Level.SEQUENCE_SUM,
+        outside=Outside.ZERO,
+    )
+    assert weights_T.tolist() == pytest.approx([math.exp(-20)] * 3)
+
+
+def test_what_was_left_behind_is_told() -> None:
+    """Two sequences of two tokens, both far behind; the second is bad: two of four tokens go."""
+    kept_T, metrics = off_policy_accepted(
+        doubles(-3, -3, -3, -3),
+        doubles(-1, -1, -1, -1),
+        doubles(1, 1, -1, -1),
+        Layout((2, 2)),
+        torch.ones(4, dtype=torch.bool),
+        high=0.5,
+    )
+    assert kept_T.tolist() == [True, True, False, False]
+    assert metrics["correction/rejected_fraction"].result == 0.5
+
+
+def test_a_certain_token_has_a_finite_divergence() -> None:
+    """A probability of 1 leaves no room for another token; 1e-8 of it is kept."""
+    loss = DPPOKullbackLeibler(low=0.1, high=0.1)
+    certain_T, unsure_T = doubles(0.0, -1.0), doubles(-1.0, 0.0)
+    far_T = loss.distance(certain_T, unsure_T)
+    rest = 1 - math.exp(-1.0)
+    expected = [-math.exp(-1.0) + rest * math.log((rest + 1e-8) / 1e-8), 1.0]
+    np.testing.assert_allclose(far_T, expected, rtol=1e-6)
+    assert loss.distance(certain_T, certain_T).tolist()[0] == pytest.approx(0.0, abs=1e-7)
+
+
+def test_of_equal_tokens_the_first_are_selected() -> None:
+    for select in (selection.kl_cov, selection.top_entropy):
+        chosen_N = select(np.zeros(1000), fraction=0.02)
+        assert np.flatnonzero(chosen_N).tolist() == list(range(20))
+
+
+def poisoned(values_T: np.ndarray, mask_T: np.ndarray, poison: float | None, seed: int) -> np.ndarray:
+    """The values with something else wherever the mask is off; None is noise."""
+    bad = np.random.default_rng(seed).normal(size=len(values_T)) if poison is None else poison
+    return np.where(mask_T, values_T, bad)
+
+
+@EXAMPLES
+@given(
+    lengths=st.lists(st.integers(0, 5), min_size=4, max_size=4),
+    seed=st.integers(0, 2**32 - 1),
+    poison=st.sampled_from([NAN, math.inf, -math.inf, None]),
+)
+def test_what_a_tool_said_moves_no_token(lengths: list[int], seed: int, poison: float | None) -> None:
+    """Bit for bit, for every method of single tokens."""
+    rng = np.random.default_rng(seed)
+    lengths_N = np.array(lengths, np.int64)
+    total = int(lengths_N.sum())
+    mask_T = rng.random(total) < 0.6
+    rewards_T, values_T, logprobs_T, squares_T = rng.random((4, total))
+    bad_rewards_T, bad_values_T, bad_logprobs_T, bad_squares_T = (
+        poisoned(column, mask_T, poison, seed + n)
+        for n, column in enumerate((rewards_T, values_T, logprobs_T, squares_T))
+    )
+    rewards_PG, lengths_PG = rng.choice([0.0, 1.0], size=(2, 2)), lengths_N.reshape(2, 2)
+    pairs = (
+        (
+            token_advantages.returns_to_go(rewards_T, mask_T, lengths_N, discount=0.9),
+            token_advantages.returns_to_go(bad_rewards_T, mask_T, lengths_N, discount=0.9),
+        ),
+        (
+            token_advantages.reinforce_plus_plus(rewards_T, mask_T, lengths_N),
+            token_advantages.reinforce_plus_plus(bad_rewards_T, mask_T, lengths_N),
+        ),
+        (
+            np.stack(token_advantages.gae(rewards_T, values_T, mask_T, lengths_N)),
+            np.stack(token_advantages.gae(bad_rewards_T, bad_values_T, mask_T, lengths_N)),
+        ),
+        (
+            token_advantages.optimal_token_baseline(rewards_PG, -logprobs_T, squares_T, mask_T, lengths_PG),
+            token_advantages.optimal_token_baseline(rewards_PG, -bad_logprobs_T, bad_squares_T, mask_T, lengths_PG),
+        ),
+        (advantages.whiten(rewards_T, mask_T), advantages.whiten(bad_rewards_T, mask_T)),
+    )
+    for clean, spoiled in pairs:
+        assert np.array_equal(clean, spoiled)
+        assert not clean[..., ~mask_T].any()
+
+
+@EXAMPLES
+@given(st.integers(1, 4), st.integers(1, 5), st.integers(0, 2**32 - 1))
+def test_the_order_of_tasks_and_attempts_changes_nothing(tasks: int, attempts: int, seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    rewards_PG = rng.choice([0.0, 1.0, 0.5, NAN], size=(tasks, attempts))
+    counts_PG = rng.integers(0, 5, size=(tasks, attempts))
+    rows, columns = rng.permutation(tasks), rng.permutation(attempts)
+
+    def moved(values_PG: np.ndarray) -> np.ndarray:
+        return values_PG[rows][:, columns]
+
+    for method in (
+        lambda r, n: advantages.grpo(r, scale_by_std=True),
+        lambda r, n: advantages.grpo(r, scale_by_std=False),
+        lambda r, n: advantages.rloo(r),
+        lambda r, n: advantages.opo(r, n),
+        lambda r, n: advantages.gpg(r),
+        lambda r, n: advantages.gdpo([r, n / 4.0]),
+        lambda r, n: advantages.leave_one_out_max(r),
+        lambda r, n: advantages.pass_at_k(r, 2),
+        lambda r, n: advantages.reinforce_plus_plus_baseline(r, n),
+    ):
+        np.testing.assert_allclose(
+            method(moved(rewards_PG), moved(counts_PG)), moved(method(rewards_PG, counts_PG)), rtol=1e-9, atol=1e-12
+        )
