@@ -11,7 +11,8 @@ import torch
 from strop import estimate
 from strop.algos.losses import CrossEntropy
 from strop.config.loops import GRPOConfig
-from strop.config.recipe import EngineConfig, Kernels, ModelConfig, Recipe, SamplerConfig, TasksConfig
+from strop.config.model import Kernels, ModelConfig
+from strop.config.recipe import EngineConfig, Recipe, SamplerConfig, TasksConfig
 from strop.data.packing import Batch
 from strop.engines.base import OptimParams
 from strop.engines.fsdp2.engine import Fsdp2Engine

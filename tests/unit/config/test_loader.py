@@ -13,13 +13,12 @@ from hypothesis import strategies as st
 from strop.config import yaml12
 from strop.config.loader import all_keys, dump_recipe, load_recipe, read_recipe, section_of
 from strop.config.loops import GRPOConfig, ScheduleConfig, SFTConfig
+from strop.config.model import Kernels, ModelConfig
 from strop.config.recipe import (
     NO_LOOP,
     DrawConfig,
     EngineConfig,
     EvaluateConfig,
-    Kernels,
-    ModelConfig,
     ParamGroupConfig,
     Recipe,
     RunConfig,

@@ -10,7 +10,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForSequenceClassification, AutoModelForTokenClassification
 
-from strop.config.recipe import EngineConfig, Kernels, ModelConfig
+from strop.config.model import Kernels, ModelConfig
+from strop.config.recipe import EngineConfig
 from strop.data.packing import Batch
 from strop.engines.build import build_engine
 from strop.errors import ConfigError, EngineError

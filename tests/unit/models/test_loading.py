@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
-from strop.config.recipe import EngineConfig, Kernels, ModelConfig
+from strop.config.model import Kernels, ModelConfig
+from strop.config.recipe import EngineConfig
 from strop.data.packing import Batch
 from strop.engines.base import OptimParams
 from strop.engines.fsdp2.engine import Fsdp2Engine
