@@ -11,12 +11,13 @@ PIP = $(BIN)/python -m pip install --quiet --disable-pip-version-check
 RUN_FOLDER = runs/$(basename $(notdir $(RECIPE)))-$(shell date +%Y%m%d-%H%M%S)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check check-style check-imports check-budgets check-pages check-types bench docs clean
+.PHONY: help demo test check check-style check-imports check-budgets check-pages check-types bench mutants docs clean
 
 help:
 	@echo "make demo    install, train a small model on this machine (RECIPE=recipes/quickstart.yaml), show before and after"
 	@echo "make test    install, run the fast tests"
 	@echo "make check   install, run ruff, pyright, import-linter, the budgets, and compare generated pages"
+	@echo "make mutants install, break the algorithms in thousands of small ways, print what no test noticed (minutes)"
 	@echo "make bench   install, measure speed and memory beside other libraries, print ratios (minutes)"
 	@echo "make docs    install, write the generated pages anew"
 
@@ -46,11 +47,14 @@ check-types: $(VENV)/.installed-dev
 docs: $(VENV)/.installed-dev
 	$(BIN)/python -m strop.config.reference --write
 
+mutants: $(VENV)/.installed-mutants
+	OMP_NUM_THREADS=1 $(BIN)/python tools/mutants.py --workers $(WORKERS)
+
 bench: $(VENV)/.installed-dev $(BENCH_VENV)/.installed
 	$(BIN)/python -m benchmarks.grpo_step --trl-python $(BENCH_VENV)/bin/python
 
 clean:
-	rm -rf $(VENV) $(BENCH_VENV) .pytest_cache .ruff_cache .hypothesis build dist *.egg-info
+	rm -rf $(VENV) $(BENCH_VENV) .pytest_cache .ruff_cache .hypothesis mutants build dist *.egg-info
 
 $(VENV)/.installed: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -61,6 +65,10 @@ $(VENV)/.installed-dev: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(PIP) --constraint constraints.txt --editable ".[dev,track]"
 	touch $(VENV)/.installed $@
+
+$(VENV)/.installed-mutants: $(VENV)/.installed-dev
+	$(PIP) --constraint constraints.txt --editable ".[dev,track,mutants]"
+	touch $@
 
 # The other side of the benchmark, with the versions it was measured with.
 $(BENCH_VENV)/.installed:

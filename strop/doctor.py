@@ -23,6 +23,7 @@ EXTRAS: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "veomni": ("the VeOmni training backend", ("veomni",)),
     "track": ("TensorBoard and Weights & Biases", ("tensorboard", "wandb")),
     "math": ("rewards that compare mathematics", ("math_verify",)),
+    "mutants": ("counting the faults that tests miss", ("mutmut",)),
     "dev": (
         "tests and checks",
         ("hypothesis", "importlinter", "jaxtyping", "pyright", "pytest", "xdist", "ruff"),
