@@ -6,13 +6,16 @@ from collections import Counter
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from strop.algos.losses import PolicyInputs
+from strop.config.recipe import TooLong
 from strop.data.packing import Batch, Example, pack_examples
+from strop.errors import DataError
 from strop.types import Completion, Group, Segment, Stop, Trajectory
-from tests.unit.data.groups import pack, spare, texts, trained
+from tests.unit.data.groups import attempt, pack, segment, spare, texts, trained
 
 WEIGHTINGS = ("token_mean", "token_sum", "sequence_mean_token_mean", "sequence_mean_token_sum", "constant_horizon")
 TOKENS = st.lists(st.integers(0, 3), max_size=6)
@@ -149,3 +152,36 @@ def test_examples_keep_every_token_and_weigh_one(
     assert found == Counter(tuple(t) for (t, _), mask in zip(drawn, masks, strict=True) if any(mask[1:]))
     assert sum(float(batch.weights_T.double().sum()) for batch in packed.batches) == pytest.approx(1.0)
     assert sum(int(batch.mask_T.sum()) for batch in packed.batches) == sum(sum(mask[1:]) for mask in masks)
+
+
+def test_what_was_dropped_is_counted_when_nothing_is_left() -> None:
+    long = [Group("t", [attempt([1, 2, 3], [4]), attempt([5, 6, 7], [8])])]
+    packed = pack(long, max_tokens=3, too_long=TooLong.DROP)
+    assert (packed.batches, packed.dropped) == ([], 2)
+    made = [Example(np.arange(4, dtype=np.int32), np.ones(4, np.bool_), f"t{i}") for i in range(3)]
+    examples = pack_examples(made, max_tokens=3, data_parallel=1, too_long=TooLong.DROP)
+    assert (examples.batches, examples.dropped) == ([], 3)
+
+
+def test_temperatures_are_float32() -> None:
+    batch = pack([Group("t", [attempt([1], [2])])], temperature=0.7).batches[0]
+    assert batch.temperature_T is not None
+    assert batch.temperature_T.dtype == torch.float32
+    assert batch.temperature_T.tolist() == pytest.approx([0.7, 0.7])
+
+
+def test_first_segments_keep_the_order_of_the_attempts_and_later_ones_follow() -> None:
+    """Sixty-four attempts, each with a second segment."""
+    trajectories = [Trajectory(segments=[segment([1], [n]), segment([2], [n])]) for n in range(64)]
+    batches = pack([Group("t", trajectories)], max_tokens=1000).batches
+    assert [texts(batch) for batch in batches] == [[(first, n) for first in (1, 2) for n in range(64)]]
+
+
+def test_errors_end_with_what_to_do() -> None:
+    group = Group("t", [attempt([1, 2, 3], [4])])
+    with pytest.raises(
+        DataError, match=r"or set tasks\.too_long to drop, which leaves such attempts out and counts them$"
+    ):
+        pack([group], max_tokens=3)
+    with pytest.raises(ValueError, match=r"they must be \[groups, attempts\], one for each attempt$"):
+        pack([group, Group("u", [attempt([1], [2]), attempt([1], [2])])], [[1.0], [1.0]])
