@@ -44,7 +44,17 @@ class TasksConfig(Section):
     prompt_key: str = "prompt"
     """Field of a row that holds the question: text, or a list of messages."""
     answer_key: str = "answer"
-    """Field of a row that holds the expected answer."""
+    """Field of a row that holds the expected answer. A row without it is answered by its chosen reply."""
+    chosen_key: str | None = None
+    """Field of a row that holds the better of two replies, as text; null: rows hold no pairs."""
+    rejected_key: str | None = None
+    """Field of a row that holds the worse one, as text."""
+    margin_key: str | None = None
+    """Field of a row that says by how much the chosen reply is better, a number, for `reward_model`; null: 0."""
+    reply_key: str | None = None
+    """Field of a row that holds one reply, good or bad, as text, for `dpo` of kind `kto`; instead of pairs."""
+    label_key: str | None = None
+    """Field of a row that says whether its one reply is good: true or false."""
     limit: Positive | None = None
     """Take only this many tasks."""
     holdout: NonNegative = 0
@@ -59,6 +69,28 @@ class TasksConfig(Section):
     """Replies in one episode at the most."""
     too_long: Annotated[TooLong, Field(strict=False)] = TooLong.ERROR
     """What happens to a sequence longer than `engine.pack_tokens`: stop and name its task, or drop and count it."""
+
+    @property
+    def has_pairs(self) -> bool:
+        """Whether every row holds a chosen and a rejected reply."""
+        return self.chosen_key is not None
+
+    @property
+    def has_labels(self) -> bool:
+        """Whether every row holds one reply, and whether it is good."""
+        return self.label_key is not None
+
+    @model_validator(mode="after")
+    def _preferences_are_whole(self) -> Self:
+        if (self.chosen_key is None) != (self.rejected_key is None):
+            raise ValueError("chosen_key and rejected_key go together: a pair has both replies")
+        if (self.reply_key is None) != (self.label_key is None):
+            raise ValueError("reply_key and label_key go together: a reply, and whether it is good")
+        if self.has_pairs and self.has_labels:
+            raise ValueError("give chosen_key and rejected_key for rows of pairs, or reply_key and label_key, not all")
+        if self.margin_key is not None and not self.has_pairs:
+            raise ValueError("margin_key is the distance of two replies: give chosen_key and rejected_key too")
+        return self
 
 
 class ParamGroupConfig(Section):

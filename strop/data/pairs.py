@@ -1,6 +1,7 @@
 """Preferences to packed batches: the two texts of a pair always in one batch, their prompt computed once if wanted.
 
-    preferences -> texts -> an arrangement that keeps pairs whole (data/bundles) -> columns [T] -> Batch[PairInputs]
+    tasks -> preferences -> texts -> an arrangement that keeps pairs whole (data/bundles) -> columns [T]
+          -> Batch[PairInputs]
 
 N counts texts, chosen before rejected, pair by pair; P counts pairs.
 """
@@ -22,8 +23,11 @@ from strop.algos.weighting import Weighting, token_weights
 from strop.config.recipe import TooLong
 from strop.data.bundles import Arrangement, Texts, arrange, group_sizes, texts_of
 from strop.data.packing import Batch, Columns, Example, Packed
+from strop.data.tasks import Task
 from strop.data.trained import TrainedTokens
 from strop.errors import DataError
+from strop.tokens.base import Renderer
+from strop.tokens.example import encode_example
 
 Int64s = NDArray[np.int64]
 
@@ -52,6 +56,31 @@ class Fit:
     share_prefixes: bool  # compute a pair's prompt once
     data_parallel: int  # ranks that the batches are for
     too_long: TooLong
+
+
+def preference_of(renderer: Renderer, task: Task) -> Preference:
+    """A task's better and worse replies as texts. Raises DataError for a reply that cannot be rendered."""
+    return Preference(
+        task_id=task.id,
+        chosen=None if task.chosen is None else _reply(renderer, task, task.chosen),
+        rejected=None if task.rejected is None else _reply(renderer, task, task.rejected),
+        margin=task.margin,
+    )
+
+
+def elsewhere(renderer: Renderer, tasks: Sequence[Task]) -> list[Example]:
+    """Each task's replies at the prompt of the task before it (the first one's at the last's): replies that fit ill."""
+    return [
+        _reply(renderer, task, reply)
+        for task, other in zip(tasks, [*tasks[1:], *tasks[:1]], strict=True)
+        for reply in (other.chosen, other.rejected)
+        if reply is not None
+    ]
+
+
+def _reply(renderer: Renderer, task: Task, reply: str) -> Example:
+    tokens, trained = encode_example(renderer, task.messages, reply)
+    return Example(tokens, trained, task.id)
 
 
 def pack_pairs(preferences: Sequence[Preference], fit: Fit) -> Packed[PairInputs]:

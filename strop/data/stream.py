@@ -93,8 +93,10 @@ def shuffled(n: int, seed: int, epoch: int) -> NDArray[np.int64]:
 
 
 def fingerprint(tasks: Sequence[Task]) -> int:
-    """A 48-bit number that differs when the ids, texts, answers or order of tasks do."""
+    """A 48-bit number that differs when the ids, texts, answers, preferences or order of tasks do."""
     digest = blake2b(digest_size=6)
     for task in tasks:
-        digest.update(json.dumps([task.id, task.messages, task.answer], sort_keys=True).encode())
+        compared = task.chosen is not None or task.rejected is not None
+        preference = [task.chosen, task.rejected, task.margin] if compared else []
+        digest.update(json.dumps([task.id, task.messages, task.answer, *preference], sort_keys=True).encode())
     return int.from_bytes(digest.digest(), "big")

@@ -36,6 +36,9 @@ class Task:
     answer: str | None  # the expected answer; None where the row has none, or one that is not text or a number
     source: str  # the source's kind and path
     meta: Mapping[str, Any]  # the row as its source gave it; for reasoning-gym the entry that its scorer takes
+    chosen: str | None = None  # the better of two replies, or one that is good; None where the row has none
+    rejected: str | None = None  # the worse of two replies, or one that is bad
+    margin: float = 0.0  # by how much the chosen reply is better than the rejected one
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,17 +106,71 @@ def _task(row: Row, config: TasksConfig) -> Task | str:
     messages = _messages(row.fields[prompt_key])
     if isinstance(messages, str):
         return f"{row.where}, field {prompt_key!r}: {messages}"
+    replies = _replies(row, config)
+    if isinstance(replies, str):
+        return replies
     needed = config.env == "single_turn" and config.reward in REWARDS_BY_ANSWER
-    if needed and answer_key not in row.fields:
+    needed &= not config.has_labels or config.holdout > 0  # single replies are learned from without an answer
+    answers = row.fields if answer_key in row.fields or not config.has_pairs else {answer_key: replies.chosen}
+    if needed and answer_key not in answers:
         return f"{row.where}: no field {answer_key!r} among {sorted(row.fields)}; set tasks.answer_key to the right one"
-    answer = _answer_text(row.fields[answer_key]) if answer_key in row.fields else None
+    answer = _answer_text(answers[answer_key]) if answer_key in answers else None
     if needed and not answer:
         return (
-            f"{row.where}, field {answer_key!r}: {shown(row.fields[answer_key])} is no answer; tasks.reward "
+            f"{row.where}, field {answer_key!r}: {shown(answers[answer_key])} is no answer; tasks.reward "
             f"{config.reward!r} compares with text or a number"
         )
-    task_id = row.id.rsplit("/", 1)[-1]  # without folders: a project that moves keeps its tasks' names, and its runs
-    return Task(id=task_id, messages=messages, answer=answer, source=f"{config.source}/{config.path}", meta=row.fields)
+    return Task(
+        id=row.id.rsplit("/", 1)[-1],  # without folders: a project that moves keeps its tasks' names, and its runs
+        messages=messages,
+        answer=answer,
+        source=f"{config.source}/{config.path}",
+        meta=row.fields,
+        chosen=replies.chosen,
+        rejected=replies.rejected,
+        margin=replies.margin,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Replies:
+    """What a row says of better and worse replies."""
+
+    chosen: str | None = None
+    rejected: str | None = None
+    margin: float = 0.0
+
+
+def _replies(row: Row, config: TasksConfig) -> _Replies | str:
+    """The row's pair, or its one reply on the side that its label names; or what is wrong with them."""
+    keys = {
+        "tasks.chosen_key": config.chosen_key,
+        "tasks.rejected_key": config.rejected_key,
+        "tasks.margin_key": config.margin_key,
+        "tasks.reply_key": config.reply_key,
+        "tasks.label_key": config.label_key,
+    }
+    values: dict[str, object] = {}
+    for name, key in keys.items():
+        if key is not None and key not in row.fields:
+            return f"{row.where}: no field {key!r} among {sorted(row.fields)}; set {name} to the right one"
+        values[name] = None if key is None else row.fields[key]
+    for name in ("tasks.chosen_key", "tasks.rejected_key", "tasks.reply_key"):
+        if keys[name] is not None and not isinstance(values[name], str):
+            return f"{row.where}, field {keys[name]!r}: {shown(values[name])} is no reply; {name} names one as text"
+    if config.has_labels:
+        reply, good = cast("str", values["tasks.reply_key"]), values["tasks.label_key"]
+        if not isinstance(good, bool):
+            return f"{row.where}, field {config.label_key!r}: {shown(good)} is no label; it must be true or false"
+        return _Replies(chosen=reply) if good else _Replies(rejected=reply)
+    margin = values["tasks.margin_key"]
+    if config.margin_key is not None and (isinstance(margin, str) or _answer_text(margin) is None):
+        return f"{row.where}, field {config.margin_key!r}: {shown(margin)} is no margin; it must be a number"
+    return _Replies(
+        chosen=cast("str | None", values["tasks.chosen_key"]),
+        rejected=cast("str | None", values["tasks.rejected_key"]),
+        margin=0.0 if margin is None else float(cast("float", margin)),
+    )
 
 
 def _answer_text(value: object) -> str | None:
