@@ -14,7 +14,8 @@ import torch
 from transformers import AutoTokenizer
 
 from benchmarks.peers import common
-from strop.config.loops import GRPOConfig, ScheduleConfig
+from strop.config.loops import ScheduleConfig
+from strop.config.policy import AdvantageConfig, GRPOConfig, PolicyLossConfig
 from strop.config.recipe import EngineConfig, EvaluateConfig, ModelConfig, Recipe, TasksConfig, TooLong
 from strop.data.stream import TaskStream
 from strop.data.tasks import Task
@@ -74,8 +75,8 @@ async def run(workload: common.Workload, steps: int, assets: Path, pack_tokens: 
         tasks_per_step=workload.tasks,
         group_size=workload.group,
         schedule=ScheduleConfig(lr=1e-6),
-        scale_by_std=True,
-        clip_high=0.2,
+        advantage=AdvantageConfig.model_validate({"scale_by_std": True}),
+        loss=PolicyLossConfig.model_validate({"clip_high": 0.2}),
     )
     packing = EngineConfig(pack_tokens=pack_tokens, head="plain")
     recipe = Recipe(

@@ -6,12 +6,14 @@ before a resume and after it.
 
 from __future__ import annotations
 
-from strop.config.loops import GRPOConfig, SFTConfig
+from strop.config.loops import SFTConfig
+from strop.config.policy import GRPOConfig
+from strop.config.preferences import DPOConfig
 from strop.data.stream import TaskStream
 from strop.engines.base import Engine
 from strop.engines.build import build_engine
 from strop.errors import EngineError
-from strop.loops import grpo, sft
+from strop.loops import dpo, grpo, sft
 from strop.models.loading import LanguageModel
 from strop.parts import Parts
 from strop.track.run import Run
@@ -23,6 +25,8 @@ async def run_loops(parts: Parts, run: Run) -> None:
         match cfg:
             case SFTConfig():
                 await _sft(cfg, parts, run)
+            case DPOConfig():
+                await _dpo(cfg, parts, run)
             case GRPOConfig():
                 await _grpo(cfg, parts, run)
             case _:
@@ -43,6 +47,25 @@ async def _sft(cfg: SFTConfig, parts: Parts, run: Run) -> None:
         run=run,
         packing=parts.recipe.engine,
         too_long=parts.recipe.tasks.too_long,
+    )
+
+
+async def _dpo(cfg: DPOConfig, parts: Parts, run: Run) -> None:
+    tasks = TaskStream(parts.train_tasks, seed=parts.recipe.seed)
+    start = parts.model.clone() if cfg.needs_reference else None  # before `begin`, which may load a later state
+    if not await run.begin("dpo", parts.engine, tasks):
+        return
+    await dpo.train(
+        cfg,
+        tasks=tasks,
+        renderer=parts.renderer,
+        engine=parts.engine,
+        sampler=parts.sampler,
+        evaluator=parts.evaluator(),
+        run=run,
+        packing=parts.recipe.engine,
+        too_long=parts.recipe.tasks.too_long,
+        reference=None if start is None else await _frozen(start, "dpo", parts, run),
     )
 
 

@@ -243,6 +243,7 @@ class Want:
     """What a caller or a loss needs of a forward pass besides the targets' logprobs."""
 
     entropy: bool = False
+    square_sums: bool = False  # the sum of squared probabilities at every row: how certain the policy was
     values: bool = False
     routes: bool = False
     top_k: int = 0  # logprobs and ids of the k likeliest tokens at every row
@@ -251,6 +252,7 @@ class Want:
     def __or__(self, other: Want) -> Want:
         return Want(
             entropy=self.entropy or other.entropy,
+            square_sums=self.square_sums or other.square_sums,
             values=self.values or other.values,
             routes=self.routes or other.routes,
             top_k=max(self.top_k, other.top_k),
@@ -268,6 +270,7 @@ class Outputs:
 
     logprobs_T: Tensor
     entropy_T: Tensor | None = None
+    square_sums_T: Tensor | None = None
     values_T: Tensor | None = None
     top_k_ids_TK: Tensor | None = None
     top_k_logprobs_TK: Tensor | None = None

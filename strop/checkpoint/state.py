@@ -10,10 +10,10 @@ from strop.checkpoint.secrets import flatten, hide_secrets
 from strop.config.recipe import Recipe
 from strop.errors import CheckpointError
 
-FORMAT = 1
+FORMAT = 2
 
 # Keys that may differ on resume: where things go, how they are shown, and guard rails. None of them changes a number.
-_FREE = ("run.", "threads", "sampler.max_gap", "engine.max_skipped_steps", "grpo.max_failures")
+_FREE = ("run.", "threads", "sampler.max_gap", "engine.max_skipped_steps", "grpo.max_failures", "ppo.max_failures")
 _ABSENT = object()
 
 
@@ -27,6 +27,7 @@ class RunState:
     updates: int  # optimizer steps of that loop that were applied
     skipped_in_row: int  # optimizer steps skipped since the last applied one
     stream: dict[str, int]  # the task stream's position
+    carried: dict[str, float]  # numbers that the loop takes from step to step, like a coefficient that is led
     best_accuracy: float | None  # the best held-out sampled accuracy so far, over all loops
     recipe: dict[str, Any]  # the resolved recipe as dotted keys, secrets hidden
 
@@ -80,6 +81,11 @@ def _check_types(state: RunState) -> None:
         f"stream.{name}": value for name, value in state.stream.items()
     }
     wrong = [f"{name} is {value!r}, not a whole number" for name, value in counters.items() if type(value) is not int]
+    wrong += [
+        f"carried.{name} is {value!r}, not a number"
+        for name, value in state.carried.items()
+        if type(value) not in (int, float)
+    ]
     if type(state.done) is not bool:
         wrong.append(f"done is {state.done!r}, not true or false")
     if type(state.stage) is not str:

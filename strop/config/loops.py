@@ -6,9 +6,9 @@ docs/algorithms.md.
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, Self
+from typing import Annotated, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from strop.config.section import Decay, Fraction, NonNegative, Positive, Section
 
@@ -94,53 +94,3 @@ class SFTConfig(LoopConfig):
     """The learning rate over the loop's optimizer steps."""
     stop_at_accuracy: Fraction | None = None
     """End as soon as held-out sampled accuracy reaches this; needs evaluate.every."""
-
-
-class GRPOConfig(LoopConfig):
-    """Group-relative policy optimisation (`loops/grpo.py`)."""
-
-    group_size: Annotated[int, Field(ge=2)] = 8
-    """G: attempts at each task; a group of one has no baseline."""
-    updates_per_step: Positive = 1
-    """Optimizer steps on each step's attempts, on disjoint parts of its groups."""
-    scale_by_std: bool = False
-    """Divide each group's advantages by its standard deviation, as GRPO was published; off is Dr. GRPO."""
-    drop_uniform_groups: bool = True
-    """Leave out groups whose attempts all scored alike: they carry no signal."""
-    weighting: Literal["token_mean", "sequence_mean_token_mean", "sequence_mean_token_sum", "constant_horizon"] = (
-        "token_mean"
-    )
-    """What one token's loss counts for; `constant_horizon` divides by draw.max_tokens (Dr. GRPO)."""
-    clip_low: Annotated[float, Field(ge=0, lt=1)] = 0.2
-    """A probability ratio below 1 - clip_low stops counting when it would go lower still."""
-    clip_high: Annotated[float, Field(ge=0)] = 0.28
-    """A ratio above 1 + clip_high stops counting when it would go higher still; a higher upper bound is DAPO's."""
-    kl_coefficient: Annotated[float, Field(ge=0)] = 0.0
-    """Weight of the k3 estimate of KL(policy, start) in the loss; above 0 a frozen copy of the start is kept."""
-    max_failures: NonNegative = 0
-    """Episodes in one step that may fail with an error and be left out; one more stops the run."""
-
-    @property
-    def attempts_per_task(self) -> int:
-        return self.group_size
-
-    @property
-    def updates_each_step(self) -> int:
-        return self.updates_per_step
-
-    @property
-    def plays(self) -> bool:
-        return True
-
-    @property
-    def needs_reference(self) -> bool:
-        return self.kl_coefficient > 0
-
-    @model_validator(mode="after")
-    def _updates_fit(self) -> Self:
-        if self.updates_per_step > self.tasks_per_step:
-            raise ValueError(
-                f"updates_per_step {self.updates_per_step} is more than tasks_per_step {self.tasks_per_step}: "
-                "every update needs at least one group"
-            )
-        return self

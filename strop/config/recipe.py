@@ -12,8 +12,10 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
-from strop.config.loops import GRPOConfig, LoopConfig, SFTConfig
+from strop.config.loops import LoopConfig, SFTConfig
 from strop.config.model import ModelConfig
+from strop.config.policy import GRPOConfig
+from strop.config.preferences import DPOConfig, RewardModelConfig
 from strop.config.section import Fraction, GroupName, NonNegative, Plain, Positive, Section
 
 
@@ -174,15 +176,6 @@ class EvaluateConfig(Section):
     """Keep the checkpoint with the best sampled accuracy beside the newest ones."""
 
 
-class GroupScheduleConfig(Section):
-    """What differs for one optimizer or one group of parameters."""
-
-    lr_scale: Annotated[float, Field(ge=0)] = 1.0
-    """Times the schedule's learning rate."""
-    weight_decay: Annotated[float, Field(ge=0)] | None = None
-    """Instead of the schedule's; null leaves that."""
-
-
 class RunConfig(Section):
     """The run folder and what is written into it."""
 
@@ -202,7 +195,7 @@ class RunConfig(Section):
     """Draw progress in the terminal when there is one."""
 
 
-LOOPS = ("sft", "grpo")
+LOOPS = ("sft", "dpo", "reward_model", "grpo")
 """The sections of a recipe that are loops, in the order in which they run."""
 NO_LOOP = f"there is no loop to run: add one or more of the sections {', '.join(LOOPS)}"
 
@@ -230,6 +223,10 @@ class Recipe(Section):
     """Held-out accuracy."""
     sft: SFTConfig | None = None
     """Supervised fine-tuning; null leaves it out."""
+    dpo: DPOConfig | None = None
+    """Learning from preferences; null leaves it out."""
+    reward_model: RewardModelConfig | None = None
+    """A reward model, instead of a policy; null leaves it out."""
     grpo: GRPOConfig | None = None
     """Group-relative policy optimisation; null leaves it out."""
     run: RunConfig = RunConfig()
@@ -245,5 +242,29 @@ class Recipe(Section):
 
     def loops(self) -> dict[str, LoopConfig]:
         """The loops that this recipe runs, by name, in the order in which they run."""
-        named: dict[str, LoopConfig | None] = {"sft": self.sft, "grpo": self.grpo}
+        named: dict[str, LoopConfig | None] = {
+            "sft": self.sft,
+            "dpo": self.dpo,
+            "reward_model": self.reward_model,
+            "grpo": self.grpo,
+        }
         return {name: loop for name, loop in named.items() if loop is not None}
+
+    def conflicts(self) -> list[str]:
+        """What the loops ask of each other and of the tasks, and do not get: a sentence each."""
+        problems: list[str] = []
+        if self.reward_model is not None and len(self.loops()) > 1:
+            problems.append(
+                "reward_model makes a model that gives scores and no text, so it is the only loop of its recipe: take "
+                "the others out, and give model.path the folder that they export"
+            )
+        single = self.dpo is not None and self.dpo.loss.kind == "kto"
+        pairs = [name for name in ("dpo", "reward_model") if name in self.loops() and not (name == "dpo" and single)]
+        if pairs and not self.tasks.has_pairs:
+            problems.append(f"{pairs[0]} learns from pairs of replies: set tasks.chosen_key and tasks.rejected_key")
+        if single and not (self.tasks.has_pairs or self.tasks.has_labels):
+            problems.append(
+                "dpo.loss.kind kto learns from better and worse replies: set tasks.chosen_key and tasks.rejected_key, "
+                "or tasks.reply_key and tasks.label_key"
+            )
+        return problems

@@ -1,4 +1,4 @@
-"""GRPO, complete. One step, left to right:
+"""GRPO and its variants, complete. One step, left to right:
 
     tasks -> attempts -> rewards -> advantages -> packed batches -> gradients -> weights -> sampler
 
@@ -10,19 +10,26 @@ Env (what is attempted), Sampler (who attempts it), Engine (who learns from it).
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 
-from strop.algos import advantages, filters, losses
-from strop.config.loops import GRPOConfig
+from strop.algos.choice import policy_loss
+from strop.algos.kl import Coefficient
+from strop.config.policy import GRPOConfig
 from strop.config.recipe import EngineConfig, TooLong
-from strop.data.packing import pack_policy, with_inputs
+from strop.data.attempts import attempt_advantages
+from strop.data.packing import pack_policy
+from strop.data.scored import settle, token_level
 from strop.data.stream import TaskStream
 from strop.engines.base import Engine
 from strop.errors import RolloutError
+from strop.loops.collect import collect
 from strop.loops.evaluate import Evaluator
 from strop.loops.schedule import optim_params
+from strop.loops.score import score
 from strop.rollout.base import Sampler
-from strop.rollout.groups import Player, describe
+from strop.rollout.groups import Player
 from strop.track.run import Run
 from strop.types import Metric, Metrics, Reduction, SamplingParams, Want, merge_metrics
 from strop.weights.publish import publish
@@ -45,36 +52,40 @@ async def train(
 ) -> None:
     """Train `engine` on `tasks` for `cfg.steps` steps, from where `run` stands.
 
-    `params` says how attempts are drawn, `packing` how they are packed; `reference` is needed when cfg.kl_coefficient
-    > 0. Raises RolloutError when more episodes of a step fail than `cfg.max_failures`, or when sampler and trainer
-    give the same tokens logprobs more than `max_gap` apart; EngineError after `packing.max_skipped_steps` skipped
-    optimizer steps.
+    `params` says how attempts are drawn, `packing` how they are packed; `reference` is needed when
+    cfg.needs_reference. Raises RolloutError when more episodes of a step fail than `cfg.max_failures`, or when sampler
+    and trainer give the same tokens logprobs more than `max_gap` apart; EngineError after `packing.max_skipped_steps`
+    skipped optimizer steps.
     """
-    loss = losses.ClippedSurrogate(clip_low=cfg.clip_low, clip_high=cfg.clip_high, kl_coefficient=cfg.kl_coefficient)
-    total_updates = cfg.steps * cfg.updates_per_step
+    total_updates = cfg.steps * cfg.updates_each_step
+    kl_cost = Coefficient(value=cfg.kl.coefficient, target=cfg.kl.target, horizon=cfg.kl.horizon)
     await publish(engine, sampler, version=run.step)
     if run.step == 0 and evaluator.tasks:
         run.record_evaluation(await evaluator.measure("grpo", 0))
 
     for step in range(run.step, cfg.steps):
-        # 1. Play G attempts at each of P tasks, all at once.
+        # 1. Play G attempts at each of P tasks, all at once. A group that scored alike has nothing to say.
         with run.span("sample"):
-            groups_P = await player.play(
-                tasks.take(cfg.tasks_per_step), cfg.group_size, params, step=step, max_failures=cfg.max_failures
+            attempts = await collect(
+                cfg,
+                tasks,
+                player,
+                params,
+                step=step,
+                drop_uniform=cfg.drop_uniform_groups,
+                refills=cfg.refills,
+                greedy=cfg.advantage.kind == "remax",
             )
-        metrics = describe(groups_P)
+        metrics = attempts.metrics
 
-        # 2. Each group's rewards become advantages. A group that scored alike has none to give.
-        rewards_PG = np.array([[t.reward for t in group] for group in groups_P])  # NaN: the episode failed
-        advantages_PG = advantages.grpo(rewards_PG, scale_by_std=cfg.scale_by_std)
-        kept_P = filters.informative(rewards_PG) if cfg.drop_uniform_groups else np.ones(len(groups_P), bool)
-
-        # 3. Learn: pack, accumulate gradients, step; once for each part of the groups.
-        for part, chosen in enumerate(np.array_split(np.flatnonzero(kept_P), cfg.updates_per_step)):
-            with run.span("pack"):
-                packed = pack_policy(
-                    [groups_P[p] for p in chosen],
-                    advantages_PG[chosen],
+        # 2. Rewards become advantages; then pack, once for each optimizer step's part of the groups.
+        with run.span("pack"):
+            advantages_PG = attempt_advantages(cfg.advantage, attempts)  # NaN: the episode failed
+            parts = np.array_split(np.arange(len(attempts.groups)), cfg.updates_per_step)
+            updates = [
+                pack_policy(
+                    [attempts.groups[p] for p in part],
+                    advantages_PG[part],
                     max_tokens=packing.pack_tokens,
                     weighting=cfg.weighting,
                     horizon=params.max_tokens,
@@ -83,33 +94,45 @@ async def train(
                     data_parallel=engine.data_parallel,
                     too_long=too_long,
                 )
-            metrics = merge_metrics([metrics, {"data/dropped": Metric(Reduction.SUM, packed.dropped)}])
-            batches = packed.batches
-            if not batches:
-                continue  # every group of this part scored alike: nothing to learn, and the step still ends below
-            if reference is not None:
-                with run.span("reference"):
-                    batches = with_inputs(
-                        batches, reference_logprobs=[o.logprobs_T for o in await reference.forward(batches)]
-                    )
-            with run.span("learn"):
-                learned = await engine.forward_backward(batches, loss, Want(entropy=True))
-                if (
-                    part == 0
-                ):  # nothing has been learned since these tokens were drawn: both sides have the same weights
-                    metrics |= check_gap(learned.metrics, max_gap)
-                schedule = optim_params(cfg.schedule, run.updates, total_updates)
-                run.count_outcome(await engine.optim_step(schedule))
-            metrics = merge_metrics([metrics, learned.metrics])
+                for part in parts
+            ]
+        dropped = sum(update.dropped for update in updates)
+        metrics = merge_metrics([metrics, {"data/dropped": Metric(Reduction.SUM, dropped)}])
 
-        # 4. Publish the new weights; the next step samples from them. Then measure, record, save.
+        # 3. Models that stand still during the step score its tokens, where something needs that: a divergence from
+        #    the start, corrections for what the sampler drew, choices of tokens. Their results are constants.
+        kl_cost = replace(kl_cost, value=run.carried.get("kl_coefficient", cfg.kl.coefficient))
+        with run.span("score"):
+            scored = await score(cfg, updates, engine=engine, reference=reference)
+            scored = token_level(cfg, attempts, parts, scored, kl_cost.value)
+            rng = np.random.default_rng([run.recipe.seed, step])
+            settled = [settle(cfg, s, horizon=params.max_tokens, rng=rng) for s in scored]
+        metrics = merge_metrics([metrics, *(measured for _, measured in settled)])
+
+        # 4. Learn: accumulate gradients, step. An update whose groups all scored alike has no batches, and no step.
+        loss = policy_loss(cfg, kl_cost.value)
+        unmoved = True  # nothing was learned since these tokens were drawn: sampler and trainer have the same weights
+        for update, _ in settled * cfg.epochs:
+            if not update.batches:
+                continue
+            with run.span("learn"):
+                learned = await engine.forward_backward(update.batches, loss, Want(entropy=True))
+                if unmoved:
+                    metrics |= check_gap(learned.metrics, max_gap)
+                run.count_outcome(await engine.optim_step(optim_params(cfg.schedule, run.updates, total_updates)))
+            metrics, unmoved = merge_metrics([metrics, learned.metrics]), False
+        if cfg.kl.target is not None and "kl/reference" in metrics:
+            kl_cost = kl_cost.after(metrics["kl/reference"].result, attempts.rewards_PG.size)
+            run.carried["kl_coefficient"] = kl_cost.value
+
+        # 5. Publish the new weights; the next step samples from them. Then measure, record, save.
         with run.span("publish"):
             await publish(engine, sampler, version=step + 1)
         last = step + 1 == cfg.steps
         if evaluator.due(step + 1, last=last):
             with run.span("evaluate"):
                 run.record_evaluation(await evaluator.measure("grpo", step + 1))
-        run.samples(step + 1, groups_P)
+        run.samples(step + 1, attempts.groups)
         await run.end_step(step + 1, metrics, engine, tasks, last=last)
 
 

@@ -43,16 +43,25 @@ class Player:
         self._max_turns = max_turns
 
     async def play(
-        self, tasks: list[Task], group_size: int, params: SamplingParams, *, step: int, max_failures: int
+        self,
+        tasks: list[Task],
+        group_size: int,
+        params: SamplingParams,
+        *,
+        step: int,
+        max_failures: int,
+        first: int = 0,
     ) -> list[Group]:
         """G attempts at each task, all at once; one Group for each task, in order. The seed in `params` is not used.
+
+        `first` is how many tasks of this step were played before these, so that no two attempts draw alike.
 
         An episode that raises is logged and becomes a trajectory that ended with FAILED and has reward NaN. Raises
         RolloutError, with the first errors, when more than `max_failures` episodes did.
         """
         failures: list[str] = []
         episodes = [
-            self._attempt(task, replace(params, seed=attempt_seed(self._seed, step, index, attempt)), failures)
+            self._attempt(task, replace(params, seed=attempt_seed(self._seed, step, first + index, attempt)), failures)
             for index, task in enumerate(tasks)
             for attempt in range(group_size)
         ]
@@ -67,6 +76,10 @@ class Player:
             Group(task.id, trajectories[index * group_size : (index + 1) * group_size])
             for index, task in enumerate(tasks)
         ]
+
+    def max_sampled(self, params: SamplingParams) -> int:
+        """Tokens that one attempt can sample, over all its turns."""
+        return self._max_turns * params.max_tokens
 
     async def _attempt(self, task: Task, params: SamplingParams, failures: list[str]) -> Trajectory:
         try:

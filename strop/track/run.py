@@ -86,6 +86,7 @@ class Run:
         self.stage = ""
         self.step = 0  # steps of this stage that are complete
         self.updates = 0  # optimizer steps of this stage that were applied
+        self.carried: dict[str, float] = {}  # numbers that this stage's loop takes from step to step
         self.store = Store(folder / "checkpoints", keep=recipe.run.keep)
         self._decode = decode
         self._watch = watch
@@ -166,6 +167,7 @@ class Run:
         self.stage = stage
         self.step = here.step if here is not None else 0
         self.updates = here.updates if here is not None else 0
+        self.carried = dict(here.carried) if here is not None else {}
         self._skipped_in_row = here.skipped_in_row if here is not None else 0
         if here is not None and here.done:
             return False
@@ -313,6 +315,7 @@ class Run:
             updates=self.updates,
             skipped_in_row=self._skipped_in_row,
             stream=tasks.state(),
+            carried=self.carried,
             best_accuracy=self._best,
             recipe=recipe_values(self.recipe),
         )

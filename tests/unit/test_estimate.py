@@ -10,7 +10,7 @@ import torch
 
 from strop import estimate
 from strop.algos.losses import CrossEntropy
-from strop.config.loops import GRPOConfig
+from strop.config.policy import GRPOConfig, KLConfig
 from strop.config.model import Kernels, ModelConfig
 from strop.config.recipe import EngineConfig, Recipe, SamplerConfig, TasksConfig
 from strop.data.packing import Batch
@@ -48,7 +48,7 @@ def recipe(model: str, kernels: str, **engine: Any) -> Recipe:
         tasks=TasksConfig(source="jsonl", path="t.jsonl"),
         engine=EngineConfig(pack_tokens=TOKENS, **engine),
         sampler=SamplerConfig(max_running=4, cache_tokens=1000),
-        grpo=GRPOConfig(kl_coefficient=0.1),
+        grpo=GRPOConfig(kl=KLConfig(coefficient=0.1)),
     )
 
 

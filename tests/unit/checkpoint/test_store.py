@@ -28,6 +28,7 @@ def state(step: int, stage: str = "grpo") -> RunState:
         done=False,
         updates=step,
         skipped_in_row=0,
+        carried={"kl_coefficient": 0.05},
         stream={"epoch": 0, "position": step},
         best_accuracy=None,
         recipe={"seed": 0},

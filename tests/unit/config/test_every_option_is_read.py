@@ -37,6 +37,6 @@ def test_every_option_is_read_by_a_component() -> None:
 
 def test_the_search_sees_reads_and_nothing_else() -> None:
     found = readers()
-    assert "loops/grpo.py" in found["group_size"]
+    assert "loops/grpo.py" in found["updates_per_step"]
     assert "no_such_option" not in found
     assert all(not file.startswith("config/") for files in found.values() for file in files)

@@ -8,7 +8,8 @@ import pytest
 
 from strop.config import reference
 from strop.config.loader import all_keys, read_recipe, section_of
-from strop.config.loops import GRPOConfig, SFTConfig
+from strop.config.loops import SFTConfig
+from strop.config.policy import GRPOConfig
 from strop.config.recipe import ModelConfig, Recipe, TasksConfig
 from strop.config.section import Section
 
@@ -62,7 +63,7 @@ def test_the_page_names_every_key_with_its_default_and_bounds() -> None:
     page = reference.page()
     rows = [line for line in page.splitlines() if line.startswith("| `")]
     assert len(rows) == len(all_keys())
-    assert "| `group_size` | whole number ≥ 2 | `8` | G: attempts at each task" in page
+    assert "| `group_size` | whole number ≥ 1 | `8` | G: attempts at each task" in page
     assert "| `source` | `jsonl`, `parquet`, `datasets`, `reasoning_gym`, `python` | required |" in page
     assert "| `top_p` | number > 0, ≤ 1 | `1.0` |" in page
     assert "| `max_grad_norm` | number > 0 or `null` | `1.0` |" in page

@@ -75,7 +75,7 @@ def make_run(
             "tasks": {"source": "python", "path": "arithmetic.py:addition", "holdout": 64},
             "evaluate": {"every": every},
             "sft": {"steps": sft} if sft else None,
-            "grpo": {"steps": grpo, "kl_coefficient": 0.01} if grpo else None,
+            "grpo": {"steps": grpo, "kl": {"coefficient": 0.01}} if grpo else None,
             "run": {"samples_per_step": 3},
         }
     )
