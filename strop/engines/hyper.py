@@ -56,10 +56,12 @@ class Standing:
         self._problems = []
         groups = {name: dict(values) for name, values in self.groups.items()}
         optimizers = list(dict.fromkeys(map(_optimizer, groups)))
-        for wrong in params.scoped.keys() - {*optimizers, *groups}:
+        for wrong in (scope for scope in params.scoped if scope not in (*optimizers, *groups)):
             self._problems.append(
                 f"scoped[{wrong!r}] is neither an optimizer nor a group: there are {', '.join([*optimizers, *groups])}"
             )
+        if any(isinstance(overrides, OptimParams) for overrides in params.scoped.values()):
+            self._problems.append("scoped holds an OptimParams: give Overrides, one step has one norm and one `keep`")
         scopes = [("", params), *((s, params.scoped[s]) for s in (*optimizers, *groups) if s in params.scoped)]
         for scope, overrides in scopes:
             for key, value in _given(overrides):

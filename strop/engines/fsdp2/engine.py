@@ -22,6 +22,7 @@ from strop.config.recipe import EngineConfig
 from strop.data.packing import Batch
 from strop.engines.base import Capabilities, ForwardBackward, Loss, OptimOutcome, OptimParams
 from strop.engines.fsdp2.optimizer import build_optimizers, parameter_groups
+from strop.engines.fsdp2.resident import Away
 from strop.errors import CheckpointError, EngineError
 from strop.models.attention import PackedAttention
 from strop.models.heads import values
@@ -45,12 +46,14 @@ class Fsdp2Engine:
         self.capabilities = Capabilities(shared_prefix=True, value_head=model.value_head is not None)
         self.data_parallel = 1
         self._head_impl = HeadImpl(config.head)
+        self._away: Away | None = None
         model.module.requires_grad_(trainable)
         if config.activation_checkpointing and trainable:
             checkpoint_layers(model.module)
         self._optimizers = build_optimizers(parameter_groups(model, config)) if trainable else None
 
     async def forward(self, batches: list[Batch[Any]], want: Want = Want()) -> list[Outputs]:  # noqa: B008
+        self._here("forward")
         with torch.no_grad():
             return [self._outputs(batch, want, Entropy.VALUE) for batch in batches]
 
@@ -62,6 +65,7 @@ class Fsdp2Engine:
     ) -> ForwardBackward:
         if self._optimizers is None:
             raise EngineError("this engine is frozen: it scores batches (forward) and cannot take gradients")
+        self._here("forward_backward")
         with self._optimizers.all_or_nothing():
             return self._learn(batches, loss, want)
 
@@ -117,25 +121,30 @@ class Fsdp2Engine:
         )
 
     async def zero_grad(self) -> None:
+        self._here("zero_grad")
         if self._optimizers is not None:
             self._optimizers.zero_grad()
 
     async def optim_step(self, params: OptimParams) -> OptimOutcome:
         if self._optimizers is None:
             raise EngineError("this engine is frozen: it has no optimizer")
+        self._here("optim_step")
         return self._optimizers.step(params)
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
+        self._here("weights")
         for name, tensor in self.model.state():
             yield name, tensor.detach().clone()
 
     async def save(self, folder: Path) -> None:
+        self._here("save")
         save_file({name: t.detach().contiguous() for name, t in self.model.state()}, folder / WEIGHTS)
         if self._optimizers is not None:
             moments = {key: t.contiguous() for key, t in self._optimizers.state()}
             save_file(moments, folder / MOMENTS, metadata={STANDING: self._optimizers.standing.state()})
 
     async def load(self, folder: Path) -> None:
+        self._here("load")
         for name in (WEIGHTS, MOMENTS) if self._optimizers is not None else (WEIGHTS,):
             if not (folder / name).is_file():
                 raise CheckpointError(f"{folder} has no {name}: it is not a checkpoint of this engine")
@@ -146,9 +155,27 @@ class Fsdp2Engine:
             self._optimizers.zero_grad()
 
     async def resident(self, on_device: bool) -> None:
-        """On a CPU the device is the host: everything already is where it would go."""
-        if self.model.device.type != "cpu":
-            raise EngineError("moving an engine between a device and the host is not built yet; it stays on its device")
+        if on_device and self._away is not None:
+            self._away.back()
+            self._away = None
+        elif not on_device and self._away is None:
+            self._away = Away.move(self._tensors(), self.model.device)
+
+    def _tensors(self) -> Iterator[Tensor]:
+        """Everything that this engine keeps between two calls."""
+        yield from self.model.module.buffers()
+        for parameter in self.model.module.parameters():
+            yield parameter
+            if parameter.grad is not None:
+                yield parameter.grad
+        if self._optimizers is not None:
+            yield from (tensor for _, tensor in self._optimizers.state())
+
+    def _here(self, asked: str) -> None:
+        if self._away is not None:
+            raise EngineError(
+                f"{asked}: this engine's tensors are in host memory; call resident(on_device=True) before"
+            )
 
     def adapter(self, name: str) -> Fsdp2Engine:
         raise EngineError(f"adapter {name!r}: low-rank adapters are not built yet (capabilities.lora is false)")
