@@ -326,7 +326,10 @@ def _check_engine(recipe: Recipe, facts: _Facts) -> None:
         return
     shape, engine = facts.shape, recipe.engine
     cache = CacheShape(
-        num_layers=shape.layers, num_kv_heads=shape.kv_heads, key_channels=shape.channels, value_channels=shape.channels
+        layers=tuple(range(shape.layers)),
+        num_kv_heads=shape.kv_heads,
+        key_channels=shape.channels,
+        value_channels=shape.channels,
     )
     skeleton = LanguageModel(module=facts.skeleton, impl=Impl.TORCH, cache_shape=cache)
     needs = Capabilities(shared_prefix=engine.share_prefixes)

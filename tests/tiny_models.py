@@ -25,6 +25,14 @@ COMMON: dict[str, Any] = {
     "pad_token_id": 0,
 }
 EXPERTS = {"moe_intermediate_size": 16, "num_experts_per_tok": 2}
+LINEAR = {
+    "head_dim": 16,
+    "layer_types": ["linear_attention", "full_attention"],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 6,
+}
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {**COMMON, "tie_word_embeddings": True},
     "qwen2": COMMON,
@@ -55,12 +63,17 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "glm4_moe": {
         **COMMON, **EXPERTS, "head_dim": 16, "n_routed_experts": 4, "n_shared_experts": 1, "first_k_dense_replace": 1,
     },
+    "qwen3_next": {**COMMON, **EXPERTS, **LINEAR, "num_experts": 4, "shared_expert_intermediate_size": 16},
+    "qwen3_5_text": {**COMMON, **LINEAR},
+    "qwen3_5_moe_text": {**COMMON, **EXPERTS, **LINEAR, "num_experts": 4, "shared_expert_intermediate_size": 16},
 }  # fmt: skip
-DENSE = ("llama", "qwen2", "qwen3", "mistral", "phi3", "olmo2", "smollm3", "gemma2", "gemma3_text", "gpt2")
-EXPERT_MODELS = ("qwen3_moe", "mixtral", "gpt_oss", "deepseek_v3", "glm4_moe")
+DENSE = (
+    "llama", "qwen2", "qwen3", "mistral", "phi3", "olmo2", "smollm3", "gemma2", "gemma3_text", "gpt2", "qwen3_5_text",
+)  # fmt: skip
+EXPERT_MODELS = ("qwen3_moe", "mixtral", "gpt_oss", "deepseek_v3", "glm4_moe", "qwen3_next", "qwen3_5_moe_text")
+LINEAR_MODELS = ("qwen3_5_text", "qwen3_next", "qwen3_5_moe_text")
 REFUSED: dict[str, dict[str, Any]] = {
-    "qwen3_next": {**COMMON, "layer_types": ["linear_attention", "full_attention"]},
-    "qwen3_5_text": {**COMMON, "layer_types": ["linear_attention", "full_attention"]},
+    "olmo_hybrid": {**COMMON, "layer_types": ["linear_attention", "full_attention"]},
     "llama4_text": COMMON,
     "mamba": {"vocab_size": 96, "hidden_size": 32, "num_hidden_layers": 2},
     "bloom": {"vocab_size": 96, "hidden_size": 32, "n_layer": 2, "n_head": 4},

@@ -1,7 +1,8 @@
 """How attention reaches every transformers model: one function, registered under one name, and the context it hands on.
 
-A forward pass gives each attention layer an `AttentionContext` that knows where sequences begin and end, or where their
-cached keys and values lie. Boundaries are explicit: no mask tensor exists, and nothing is inferred from position ids.
+A forward pass gives each layer that mixes tokens an `AttentionContext` that knows where sequences begin and end, or
+where their cached keys, values and states lie; `strop.models.linear_attention` asks it too. Boundaries are explicit: no
+mask tensor exists, and nothing is inferred from position ids.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ from torch import Tensor, nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from strop.ops.attention import packed_attention
+from strop.ops.causal_conv import causal_conv
+from strop.ops.gated_delta import gated_delta_rule
 from strop.ops.select import Impl
 from strop.types import Layout
 
@@ -35,6 +38,16 @@ class AttentionContext(Protocol):
         sinks_H: Tensor | None,
     ) -> Tensor:
         """Causal attention of T tokens with H query heads over J key-value heads: [T, H, C]."""
+        ...
+
+    def convolve(self, layer: int, x_TF: Tensor, weight_FW: Tensor) -> Tensor:
+        """The causal convolution of a linear attention layer, each of F channels by itself: [T, F]."""
+        ...
+
+    def delta_rule(
+        self, layer: int, q_TJC: Tensor, k_TJC: Tensor, v_THC: Tensor, decay_TH: Tensor, beta_TH: Tensor
+    ) -> Tensor:
+        """Linear attention of T tokens by the gated delta rule: [T, H, C_v]."""
         ...
 
 
@@ -68,6 +81,14 @@ class PackedAttention:
             sinks_H=sinks_H,
             impl=self.impl,
         )
+
+    def convolve(self, layer: int, x_TF: Tensor, weight_FW: Tensor) -> Tensor:
+        return causal_conv(x_TF, weight_FW, self.layout)
+
+    def delta_rule(
+        self, layer: int, q_TJC: Tensor, k_TJC: Tensor, v_THC: Tensor, decay_TH: Tensor, beta_TH: Tensor
+    ) -> Tensor:
+        return gated_delta_rule(q_TJC, k_TJC, v_THC, decay_TH, beta_TH, self.layout, impl=self.impl)[0]
 
 
 def attention_forward(

@@ -50,7 +50,14 @@ def _fused_form(child: nn.Module, impl: Impl) -> _Norm | _Gated | _Attention | N
         return _Gated(gate, up, down, impl)
     if not parts and type(child).__name__.endswith("RMSNorm") and "variance_epsilon" in own:
         return _Norm(child, own["variance_epsilon"], impl)
+    # Gemma's kind scales by 1 + weight, in float32: the sum would lose most of a bfloat16 weight
+    if not parts and type(child).__name__.endswith("RMSNorm") and "eps" in own and _precise(child):
+        return _Norm(child, own["eps"], impl, shift=1.0)
     return None
+
+
+def _precise(child: nn.Module) -> bool:
+    return {weight.dtype for weight in child.parameters()} <= {torch.float32, torch.float64}
 
 
 @torch.no_grad()
@@ -71,9 +78,11 @@ class _Norm:
     module: nn.Module
     eps: float
     impl: Impl
+    shift: float = 0.0  # what is added to the weight
 
     def __call__(self, hidden_states: Tensor) -> Tensor:
-        return fused.rms_norm(hidden_states, self.module.get_parameter("weight"), self.eps, self.impl)
+        weight = self.module.get_parameter("weight")
+        return fused.rms_norm(hidden_states, weight + self.shift if self.shift else weight, self.eps, self.impl)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

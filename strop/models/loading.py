@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import hashlib
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -23,6 +23,7 @@ from strop.config.recipe import ModelConfig
 from strop.environment import cache_folder
 from strop.errors import ConfigError, EngineError
 from strop.models import attention as strop_attention
+from strop.models import linear_attention
 from strop.models.attention import AttentionContext, PackedAttention
 from strop.models.fuse import fuse
 from strop.models.gguf import CONVERTER_VERSION, convert_gguf
@@ -37,13 +38,32 @@ ROPE_OF_THE_BATCH = {"dynamic", "longrope"}  # their angles depend on the longes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CacheShape:
-    """What a key-value cache must hold for one token, as seen when the model ran: J heads of keys and of values."""
+class StateShape:
+    """What linear attention layers keep of a text, however long: the convolution's last W - 1 inputs, each of F
+    channels, and a matrix [C, C_v] a head."""
 
-    num_layers: int
+    layers: tuple[int, ...]  # decoder-layer indices
+    taps: int
+    conv_channels: int
+    heads: int
+    key_channels: int
+    value_channels: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CacheShape:
+    """What a key-value cache must hold for one token, as seen when the model ran: J heads of keys and of values in each
+    attention layer; and what linear attention layers keep."""
+
+    layers: tuple[int, ...]  # decoder-layer indices of attention layers
     num_kv_heads: int
     key_channels: int
     value_channels: int
+    states: StateShape | None = None
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.layers)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -223,10 +243,12 @@ def refuse_unpackable(config: PretrainedConfig) -> None:
     """Raise ConfigError for architectures whose tokens would reach across packed sequences."""
     declared = config.to_dict()
     kinds = set(declared.get("layer_types") or ())
-    if unknown := sorted(kinds - PACKABLE_LAYERS):
+    packable = PACKABLE_LAYERS | ({"linear_attention"} if config.model_type in linear_attention.MODEL_TYPES else set())
+    if unknown := sorted(kinds - packable):
         raise ConfigError(
             f"model_type={config.model_type} has layers of kind {', '.join(unknown)}: strop cannot keep packed "
-            f"sequences apart in them; it packs {' and '.join(sorted(PACKABLE_LAYERS))}"
+            f"sequences apart in them; it packs {' and '.join(sorted(PACKABLE_LAYERS))}, and linear_attention of "
+            f"{', '.join(sorted(linear_attention.MODEL_TYPES))}"
         )
     rope = declared.get("rope_parameters") or declared.get("rope_scaling") or {}
     for part in (rope, *(value for value in rope.values() if isinstance(value, dict))):
@@ -252,6 +274,7 @@ def prepare(module: PreTrainedModel, impl: Impl) -> LanguageModel:
     has_experts = module._can_set_experts_implementation()  # pyright: ignore[reportPrivateUsage] - nothing public tells
     if module.dtype == torch.float64 and has_experts:
         module.set_experts_implementation("eager")  # grouped matrix multiplications refuse float64
+    linear = linear_attention.hook(module, impl)
     tokens_T = torch.arange(8, device=module.device) % min(7, module.config.get_text_config().vocab_size)
     seen = _Observed(PackedAttention(Layout((8,)), Impl.TORCH))
     try:
@@ -259,10 +282,10 @@ def prepare(module: PreTrainedModel, impl: Impl) -> LanguageModel:
     except TypeError as error:
         raise EngineError(f"{name} asks attention for something that strop does not do: {error}") from error
     model = LanguageModel(module=module, impl=impl, cache_shape=seen.shape(name, module.config.num_hidden_layers))
-    before = _probe(model, tokens_T, (8,), Impl.TORCH)
+    before = _probe(model, tokens_T, Layout((8,)), Impl.TORCH)
     _check_head(model, own, before)
-    model.fused = fuse(module, impl)
-    after = _probe(model, tokens_T, (8,), impl)
+    model.fused = fuse(module, impl) | linear
+    after = _probe(model, tokens_T, Layout((8,)), impl)
     tolerance = 5e-2 if model.dtype == torch.bfloat16 else 1e-4
     if not torch.allclose(after, before, rtol=tolerance, atol=tolerance * float(before.abs().max())):
         raise EngineError(
@@ -279,6 +302,7 @@ class _Observed:
 
     inner: AttentionContext
     shapes: dict[int, tuple[int, int, int]] = field(default_factory=dict)
+    states: dict[int, StateShape] = field(default_factory=dict)
 
     def attend(
         self,
@@ -297,20 +321,38 @@ class _Observed:
             layer, q_THC, k_TJC, v_TJC, scale=scale, window=window, softcap=softcap, sinks_H=sinks_H
         )
 
+    def convolve(self, layer: int, x_TF: Tensor, weight_FW: Tensor) -> Tensor:
+        F, W = weight_FW.shape
+        self.states[layer] = StateShape(layers=(), taps=W, conv_channels=F, heads=0, key_channels=0, value_channels=0)
+        return self.inner.convolve(layer, x_TF, weight_FW)
+
+    def delta_rule(
+        self, layer: int, q_TJC: Tensor, k_TJC: Tensor, v_THC: Tensor, decay_TH: Tensor, beta_TH: Tensor
+    ) -> Tensor:
+        heads, value_channels = v_THC.shape[1:]
+        self.states[layer] = replace(
+            self.states[layer], heads=heads, key_channels=k_TJC.shape[2], value_channels=value_channels
+        )
+        return self.inner.delta_rule(layer, q_TJC, k_TJC, v_THC, decay_TH, beta_TH)
+
     def shape(self, name: str, num_layers: int) -> CacheShape:
-        if sorted(self.shapes) != list(range(num_layers)):
+        if sorted([*self.shapes, *self.states]) != list(range(num_layers)):
             raise EngineError(
-                f"{name} has {num_layers} layers, but only layers {sorted(self.shapes)} reach strop's attention; the "
-                "others mix tokens in some other way, which strop cannot keep apart in a pack"
+                f"{name} has {num_layers} layers, but only layers {sorted([*self.shapes, *self.states])} reach strop's "
+                "attention; the others mix tokens in some other way, which strop cannot keep apart in a pack"
             )
         if len(set(self.shapes.values())) != 1:
             raise EngineError(f"{name}: layers of different key and value shapes, {self.shapes}, are not supported")
-        kv_heads, key_channels, value_channels = self.shapes[0]
+        if len(set(self.states.values())) > 1:
+            raise EngineError(f"{name}: linear attention of different shapes, {self.states}, is not supported")
+        kv_heads, key_channels, value_channels = next(iter(self.shapes.values()))
+        state = next(iter(self.states.values()), None)
         return CacheShape(
-            num_layers=len(self.shapes),
+            layers=tuple(sorted(self.shapes)),
             num_kv_heads=kv_heads,
             key_channels=key_channels,
             value_channels=value_channels,
+            states=None if state is None else replace(state, layers=tuple(sorted(self.states))),
         )
 
 
@@ -323,8 +365,7 @@ def _run(module: PreTrainedModel, tokens_T: Tensor, attention: AttentionContext)
 
 
 @torch.no_grad()
-def _probe(model: LanguageModel, tokens_T: Tensor, lengths: tuple[int, ...], impl: Impl) -> Tensor:
-    layout = Layout(lengths)
+def _probe(model: LanguageModel, tokens_T: Tensor, layout: Layout, impl: Impl) -> Tensor:
     positions_T = torch.from_numpy(layout.positions_T).to(tokens_T.device)
     return model.hidden(tokens_T, positions_T, PackedAttention(layout, impl))
 
@@ -341,13 +382,32 @@ def _check_head(model: LanguageModel, own_TV: Tensor, hidden_TD: Tensor) -> None
 
 
 def _check_isolation(model: LanguageModel, tokens_T: Tensor) -> None:
-    """Changing the first packed sequence must not move the second."""
-    changed_T = tokens_T.clone()
-    changed_T[1] = (changed_T[1] + 1) % model.vocab_size
-    first, second = (_probe(model, tokens, (4, 4), model.impl) for tokens in (tokens_T, changed_T))
-    moved, leaked = (first[:4] - second[:4]).abs().max(), (first[4:] - second[4:]).abs().max()
+    """Changing the first packed sequence must not move the second; changing one branch of a prefix must not move the
+    prefix or the other branch, and changing the prefix must move both."""
+    name = type(model.module).__name__
+    before, after = (_probe(model, t, Layout((4, 4)), model.impl) for t in (tokens_T, _changed(model, tokens_T, 1, 3)))
+    moved, leaked = (before - after)[:4].abs().max(), (before - after)[4:].abs().max()
     if leaked > 1e-3 * moved:
         raise EngineError(
-            f"{type(model.module).__name__} lets packed sequences reach each other: a token changed in one moved the "
+            f"{name} lets packed sequences reach each other: a token changed in one moved the "
             f"next by {float(leaked):.1e}; strop cannot train it packed"
         )
+    shared = Layout((3, 2, 3), (-1, 0, 0))
+    before, prefix, branch = (
+        _probe(model, t, shared, model.impl)
+        for t in (tokens_T, _changed(model, tokens_T, 0, 2), _changed(model, tokens_T, 3, 4))
+    )
+    followed = (before - prefix)[3:].abs().amax(1)
+    moved, leaked = (before - branch)[3:5].abs().max(), (before - branch)[[0, 1, 2, 5, 6, 7]].abs().max()
+    if leaked > 1e-3 * moved or not (followed > 0).all():
+        raise EngineError(
+            f"{name} does not keep the branches of a shared prefix apart: a token changed in one moved the rest by "
+            f"{float(leaked):.1e}, and the prefix moved its branches by {[f'{float(x):.1e}' for x in followed]}; strop "
+            "cannot train it packed"
+        )
+
+
+def _changed(model: LanguageModel, tokens_T: Tensor, *at: int) -> Tensor:
+    changed_T = tokens_T.clone()
+    changed_T[list(at)] = (changed_T[list(at)] + 1) % model.vocab_size
+    return changed_T
