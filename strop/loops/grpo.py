@@ -121,9 +121,10 @@ async def train(
                     metrics |= check_gap(learned.metrics, max_gap)
                 run.count_outcome(await engine.optim_step(optim_params(cfg.schedule, run.updates, total_updates)))
             metrics, unmoved = merge_metrics([metrics, learned.metrics]), False
-        if cfg.kl.target is not None and "kl/reference" in metrics:
-            kl_cost = kl_cost.after(metrics["kl/reference"].result, attempts.rewards_PG.size)
-            run.carried["kl_coefficient"] = kl_cost.value
+        if reference is not None and "kl/reference" in metrics:
+            metrics["kl/coefficient"] = Metric(Reduction.MEAN, kl_cost.value)
+            next_cost = kl_cost.after(metrics["kl/reference"].result, attempts.rewards_PG.size)
+            run.carried["kl_coefficient"] = next_cost.value
 
         # 5. Publish the new weights; the next step samples from them. Then measure, record, save.
         with run.span("publish"):

@@ -9,38 +9,8 @@ from hypothesis import strategies as st
 
 from strop.algos.weighting import Weighting, token_weights
 from strop.data.packing import Packed, pack_policy, train_only
-from strop.types import Completion, Float32s, Group, Segment, Stop, Trajectory
-
-
-def segment(rng: np.random.Generator, prompt: list[int], turns: int) -> Segment:
-    made = Segment()
-    made.observe(np.array(prompt, np.int32))
-    for _ in range(turns):
-        n = int(rng.integers(1, 4))
-        made.act(
-            Completion(
-                tokens=rng.integers(0, 50, n).astype(np.int32),
-                logprobs=rng.normal(size=n).astype(np.float32),
-                sampling_logprobs=np.zeros(n, np.float32),
-                versions=np.zeros(n, np.int32),
-                stop=Stop.TOKEN,
-            )
-        )
-        made.observe(rng.integers(0, 50, int(rng.integers(0, 3))).astype(np.int32))
-    return made
-
-
-def random_groups(rng: np.random.Generator) -> list[Group]:
-    """Attempts of one or several segments, some of which nothing was sampled in."""
-    groups: list[Group] = []
-    for p in range(int(rng.integers(1, 5))):
-        prompt = [100 + p, *rng.integers(0, 50, int(rng.integers(0, 4))).tolist()]
-        attempts = [
-            Trajectory([segment(rng, prompt, int(rng.integers(0, 3))) for _ in range(int(rng.integers(1, 4)))])
-            for _ in range(3)
-        ]
-        groups.append(Group(f"t{p}", attempts))
-    return groups
+from strop.types import Float32s, Group, Trajectory
+from tests.unit.data.random_groups import random_groups
 
 
 def pack(groups: list[Group], rng: np.random.Generator, advantages_PG: np.ndarray) -> Packed:

@@ -35,7 +35,8 @@ draw: {{max_tokens: 6}}
 engine: {{pack_tokens: 256}}
 evaluate: {{every: 2, attempts: 2, solved_at: 0.5}}
 grpo:
-  {{steps: 5, tasks_per_step: 6, group_size: 4, updates_per_step: 2, kl: {{coefficient: 0.01}},
+  {{steps: 5, tasks_per_step: 6, group_size: 4, updates_per_step: 2,
+   kl: {{coefficient: 0.01, target: 1e-4, horizon: 99}},
    schedule: {{lr: 3e-3, kind: linear}}}}
 run: {{save_every: 1}}
 """
@@ -143,7 +144,7 @@ def test_supervised_then_by_reward(tmp_path: Path) -> None:
 
 
 def test_reward_teaches(tmp_path: Path) -> None:
-    often = ("grpo.steps=25", "grpo.tasks_per_step=16", "grpo.kl.coefficient=0", "grpo.schedule.lr=1e-2")
+    often = ("grpo.steps=25", "grpo.tasks_per_step=16", "grpo.kl={}", "grpo.schedule.lr=1e-2")
     folder = run(tmp_path, *often, "evaluate.every=0", "run.save_every=0")
     reward = [row["reward/mean"] for row in rows(folder)]
     assert sum(reward[-5:]) / 5 > sum(reward[:5]) / 5 + 0.25

@@ -1,0 +1,118 @@
+"""Every variant of the GRPO loop really runs: two steps of a tiny recipe, with what the variant alone must show."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from strop.algos.choice import policy_loss
+from strop.algos.losses import PolicyLoss
+from strop.config.loader import load_recipe
+from strop.config.policy import AdvantageConfig, GRPOConfig, PolicyLossConfig
+from strop.parts import build_parts
+from strop.stages import run_loops
+from strop.track.run import Run
+from tests.unit.loops.test_recipe import RECIPE
+
+
+def play(folder: Path, grpo: dict[str, Any], steps: int = 2) -> list[dict[str, Any]]:
+    """The metrics of a run with these settings of the loop."""
+    path = folder / "tiny.yaml"
+    path.write_text(RECIPE)
+    grpo = {"steps": steps, "tasks_per_step": 4, "group_size": 4, "schedule": {"lr": 1e-2}} | grpo
+    recipe = load_recipe(
+        path, [f"grpo={json.dumps(grpo)}", f"run.folder={folder}/run", "tasks.holdout=0", "evaluate.every=0"]
+    )
+    torch.set_num_threads(1)
+    parts = build_parts(recipe, folder)
+    with Run.start(folder / "run", recipe, decode=parts.decode) as run:
+        asyncio.run(run_loops(parts, run))
+    return [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
+
+
+NEEDS: dict[str, dict[str, Any]] = {
+    "gdpo": {"weights": {"even": 1.0, "short": 0.5}},
+    "pass_at_k": {"k": 2, "solved_at": 0.5},
+    "reinforce_plus_plus": {"discount": 0.9},
+}
+OTHERS: dict[str, dict[str, Any]] = {
+    "remax": {"drop_uniform_groups": False},
+    "reinforce_plus_plus": {"drop_uniform_groups": False},
+}
+
+
+@pytest.mark.parametrize("kind", [kind for kind in AdvantageConfig.KNOBS if kind != "gdpo"])
+def test_every_advantage(tmp_path: Path, kind: str) -> None:
+    metrics = play(tmp_path, {"advantage": {"kind": kind} | NEEDS.get(kind, {})} | OTHERS.get(kind, {}))
+    assert len(metrics) == 2
+    assert metrics[0]["optim/grad_norm"] > 0
+    assert all(row["sampler/gap_max"] <= 1e-5 for row in metrics)
+
+
+@pytest.mark.parametrize("kind", list(PolicyLossConfig.KNOBS))
+def test_every_loss(tmp_path: Path, kind: str) -> None:
+    wide = {"covariance_low": -9.0, "covariance_high": 9.0, "fraction": 0.1} if kind == "clip_cov" else {}
+    metrics = play(tmp_path, {"loss": {"kind": kind} | wide, "updates_per_step": 2, "epochs": 2})
+    assert len(metrics) == 2
+    assert metrics[0]["optim/grad_norm"] > 0
+    assert metrics[1]["policy/ratio_mean"] == pytest.approx(1.0, abs=0.2)
+    assert metrics[1]["policy/gap_max"] > 1e-3, "the second epoch learns from attempts of an older policy"
+    if kind in ("clip_cov", "kl_cov"):
+        assert 0 < metrics[0]["policy/selected_fraction"] < 0.5
+
+
+@pytest.mark.parametrize(
+    ("settings", "shown"),
+    [
+        ({"ratio_to": "trainer", "correction": {"level": "token"}}, "correction/weight_mean"),
+        (
+            {"ratio_to": "trainer", "correction": {"level": "sequence_mean", "outside": "zero"}},
+            "correction/weight_mean",
+        ),
+        ({"reject": {"divergence": "k3", "high": 0.01}}, "correction/rejected_fraction"),
+        (
+            {"reject": {"divergence": "k2", "level": "sequence_max", "stay_counted": False}},
+            "correction/rejected_fraction",
+        ),
+        ({"top_entropy": 0.5}, "policy/entropy"),
+        ({"entropy_coefficient": 0.01}, "policy/entropy"),
+        ({"refills": 2}, "data/dropped_groups"),
+        ({"weighting": "token_sum", "schedule": {"lr": 1e-4}}, "optim/grad_norm"),
+        ({"length": {"overlong_buffer": 3}}, "reward/mean"),
+        ({"kl": {"coefficient": 0.1, "place": "reward", "estimator": "k1"}}, "kl/reference"),
+        ({"kl": {"coefficient": 0.1, "estimator": "k1_straight_through"}}, "kl/reference"),
+    ],
+)
+def test_every_setting(tmp_path: Path, settings: dict[str, Any], shown: str) -> None:
+    metrics = play(tmp_path, settings)
+    assert len(metrics) == 2
+    assert all(shown in row for row in metrics)
+
+
+def test_a_divergence_is_led_to_its_target(tmp_path: Path) -> None:
+    """The coefficient rises while the divergence is above its target: 1.2 times a step at the most, at this horizon."""
+    kl = {"coefficient": 0.1, "target": 1e-9, "horizon": 16, "estimator": "k2"}
+    metrics = play(tmp_path, {"kl": kl, "drop_uniform_groups": False}, steps=3)
+    assert [row["kl/coefficient"] for row in metrics] == pytest.approx([0.1, 0.08, 0.096], rel=1e-6)
+
+
+def test_a_loss_has_the_knobs_of_its_recipe() -> None:
+    for kind, knobs in PolicyLossConfig.KNOBS.items():
+        cfg = GRPOConfig.model_validate(
+            {"loss": {"kind": kind}, "kl": {"coefficient": 0.5}, "entropy_coefficient": 0.25}
+        )
+        loss = policy_loss(cfg, 0.5)
+        assert isinstance(loss, PolicyLoss)
+        assert (loss.kl_coefficient, loss.kl_estimator, loss.entropy_coefficient) == (0.5, "k3", 0.25)
+        of_selection = {"fraction", "covariance_low", "covariance_high"}
+        given = {name: value for name, value in knobs.items() if name not in of_selection}
+        fields = set(type(loss).__dataclass_fields__) - {"kl_coefficient", "kl_estimator", "entropy_coefficient"}
+        assert fields == set(given)
+        assert {name: getattr(loss, name) for name in fields} == given
+    in_reward = GRPOConfig.model_validate({"kl": {"coefficient": 0.5, "place": "reward"}})
+    assert policy_loss(in_reward, 0.5).kl_coefficient == 0.0
