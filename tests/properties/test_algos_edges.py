@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -11,11 +13,29 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from strop.algos import advantages, filters, selection, token_advantages
-from strop.algos.correction import Level, Outside, importance_weights, off_policy_accepted
+from strop.algos.correction import (
+    Divergence,
+    Level,
+    Outside,
+    accepted,
+    importance_weights,
+    off_policy_accepted,
+)
 from strop.algos.kl import penalised_rewards
-from strop.algos.losses import DPPOKullbackLeibler
+from strop.algos.losses import (
+    SAPO,
+    ClippedSurrogate,
+    DPPOKullbackLeibler,
+    DPPOTotalVariation,
+    ImportanceSampling,
+    KLCov,
+    PolicyGradient,
+    PolicyInputs,
+    PolicyLoss,
+)
+from strop.algos.value_losses import ClippedValue, ValueInputs
 from strop.algos.weighting import Weighting, token_weights
-from strop.types import Layout
+from strop.types import Layout, Metrics, Outputs
 
 EXAMPLES = settings(max_examples=40, deadline=None, derandomize=True)
 NAN = float("nan")
@@ -181,6 +201,108 @@ def test_of_equal_tokens_the_first_are_selected() -> None:
     for select in (selection.kl_cov, selection.top_entropy):
         chosen_N = select(np.zeros(1000), fraction=0.02)
         assert np.flatnonzero(chosen_N).tolist() == list(range(20))
+
+
+def one_token(loss: PolicyLoss, logprob: float, old: float, advantage: float) -> tuple[float, Metrics]:
+    inputs = PolicyInputs(behavior_logprobs_T=doubles(old), advantages_T=doubles(advantage))
+    loss_T, metrics = loss(Outputs(logprobs_T=doubles(logprob)), inputs, Layout((1,)), torch.tensor([True]))
+    return float(loss_T[0]), metrics
+
+
+def test_log_ratios_are_bounded_on_both_sides() -> None:
+    for gap, bounded in ((500.0, 20.0), (-500.0, -20.0), (19.0, 19.0), (-19.0, -19.0)):
+        loss, metrics = one_token(ImportanceSampling(), gap - 1.0, -1.0, -1.0)
+        assert loss == pytest.approx(math.exp(bounded), rel=1e-12)
+        assert metrics["policy/kl_k3"].result == pytest.approx(math.exp(bounded) - 1 - bounded, rel=1e-12)
+        for level in (Level.TOKEN, Level.SEQUENCE_MAX):
+            for high, kept in ((bounded**2 / 2, True), (bounded**2 / 2 - 1e-6, False)):
+                close_T, _ = accepted(
+                    doubles(gap),
+                    doubles(0.0),
+                    Layout((1,)),
+                    torch.tensor([True]),
+                    divergence=Divergence.K2,
+                    level=level,
+                    high=high,
+                )
+                assert close_T.tolist() == [kept]
+
+
+def test_the_ratio_of_a_rejected_sequence_is_bounded_too() -> None:
+    """Three log ratios of 15 count as 20, so bounds of exp(-21) and exp(21) keep them, and exp(19) does not."""
+    everywhere_T = torch.ones(3, dtype=torch.bool)
+    for sign in (1.0, -1.0):
+        for bound, kept in ((21.0, True), (19.0, False)):
+            close_T, _ = accepted(
+                doubles(15, 15, 15) * sign,
+                doubles(0, 0, 0),
+                Layout((3,)),
+                everywhere_T,
+                divergence=Divergence.RATIO,
+                level=Level.SEQUENCE_SUM,
+                low=math.exp(-bound),
+                high=math.exp(bound),
+            )
+            assert close_T.tolist() == [kept] * 3
+
+
+def test_a_probability_on_the_edge_of_the_trust_region_is_inside() -> None:
+    """From 1/2 to 1 and back, in a region of 1/2."""
+    loss = DPPOTotalVariation(low=0.5, high=0.5)
+    for logprob, old, advantage in ((0.0, math.log(0.5), 1.0), (math.log(0.5), 0.0, -1.0)):
+        _, metrics = one_token(loss, logprob, old, advantage)
+        assert float(loss.distance(doubles(logprob), doubles(old))[0]) == 0.5
+        assert metrics["policy/clip_fraction_low"].result == metrics["policy/clip_fraction_high"].result == 0.0
+
+
+def test_a_ratio_on_the_dual_bound_is_not_counted() -> None:
+    ratio = math.exp(math.log(2.0))
+    loss = ClippedSurrogate(clip_low=0.2, clip_high=0.2, dual_clip=ratio)
+    assert one_token(loss, math.log(2.0), 0.0, -1.0)[1]["policy/clip_fraction_dual"].result == 0.0
+
+
+def test_temperatures_of_a_gate() -> None:
+    assert SAPO(temperature_good=0.5, temperature_bad=0.5)
+    for good, bad in ((0.0, 1.0), (1.0, 0.0)):
+        with pytest.raises(ValueError, match="must be positive"):
+            SAPO(temperature_good=good, temperature_bad=bad)
+
+
+def test_a_column_of_the_wrong_shape_is_called_by_its_name() -> None:
+    right, wrong = doubles(-1.0, -1.0), doubles(-1.0)
+    names = [field.name for field in dataclasses.fields(PolicyInputs)]
+    assert len(names) == 6
+    for name in names:
+        inputs = replace(PolicyInputs(behavior_logprobs_T=right, advantages_T=right), **{name: wrong})
+        with pytest.raises(ValueError, match=rf"^{name} has shape \(1,\), the logprobs \(2,\)$"):
+            PolicyGradient()(Outputs(logprobs_T=right), inputs, Layout((2,)), torch.ones(2, dtype=torch.bool))
+
+
+def test_errors_say_it_all() -> None:
+    at = PolicyInputs(behavior_logprobs_T=doubles(-1.0), advantages_T=doubles(1.0))
+    for call, message in (
+        (
+            lambda: KLCov()(Outputs(logprobs_T=doubles(-1.0)), at, Layout((1,)), torch.tensor([True])),
+            "this loss needs selected_T in its inputs: choose tokens over the whole step first",
+        ),
+        (
+            lambda: ClippedValue()(
+                Outputs(logprobs_T=doubles(-1.0)),
+                ValueInputs(old_values_T=doubles(0.0), returns_T=doubles(0.0)),
+                Layout((1,)),
+                torch.tensor([True]),
+            ),
+            "a value loss needs values_T: the engine's model must have a value head",
+        ),
+        (
+            lambda: importance_weights(
+                doubles(0.0), doubles(0.0), Layout((1,)), torch.tensor([True]), level=Level.SEQUENCE_MAX
+            ),
+            "a sequence has no largest ratio: one far below 1 is as far as one above; take the largest k2",
+        ),
+    ):
+        with pytest.raises(ValueError, match=f"^{message}$"):
+            call()
 
 
 def poisoned(values_T: np.ndarray, mask_T: np.ndarray, poison: float | None, seed: int) -> np.ndarray:

@@ -50,14 +50,15 @@ def softmax(z: Array) -> Array:
 
 @dataclass(frozen=True)
 class Step:
-    """Logits of the student [T, V], and what M teachers say at their K likeliest ids."""
+    """Logits of the student [T, V], and what M teachers say at their K likeliest ids [T, M K]."""
 
     logits_TV: Tensor
+    ids_TK: Tensor
     inputs: DistillInputs
     mask_T: Tensor
 
     def student(self, logits_TV: Tensor) -> Tensor:
-        return logits_TV.log_softmax(-1).gather(-1, self.inputs.teacher_ids_TK)
+        return logits_TV.log_softmax(-1).gather(-1, self.ids_TK)
 
     def gradient(self, loss: Distillation) -> tuple[Tensor, Tensor]:
         """(loss [T], the gradient of its sum by the logits [T, V])."""
@@ -79,9 +80,9 @@ def a_step(rows: int, k: int, teachers: int, seed: int) -> Step:
     weights = rng.random((rows, teachers)) * (rng.random((rows, teachers)) > 0.2)
     return Step(
         logits,
+        torch.cat(ids, -1),
         DistillInputs(
             behavior_logprobs_T=torch.zeros(rows),
-            teacher_ids_TK=torch.cat(ids, -1),
             teacher_logprobs_TK=torch.cat(logprobs, -1),
             teacher_weights_TM=torch.from_numpy(weights),
         ),
@@ -92,7 +93,7 @@ def a_step(rows: int, k: int, teachers: int, seed: int) -> Step:
 def reference(step: Step, loss: Distillation, logits_TV: Array) -> Array:
     """[T], token by token and teacher by teacher."""
     rows, teachers = step.inputs.teacher_weights_TM.shape
-    ids = step.inputs.teacher_ids_TK.numpy().reshape(rows, teachers, -1)
+    ids = step.ids_TK.numpy().reshape(rows, teachers, -1)
     said = step.inputs.teacher_logprobs_TK.numpy().reshape(rows, teachers, -1)
     weights = step.inputs.teacher_weights_TM.numpy()
     out = np.zeros(rows)
@@ -136,7 +137,6 @@ def two(p: list[float], q: list[float], divergence: Divergence, tail: Tail) -> f
     """One token, one teacher: the loss of probabilities given by hand."""
     inputs = DistillInputs(
         behavior_logprobs_T=torch.zeros(1),
-        teacher_ids_TK=torch.arange(len(p))[None],
         teacher_logprobs_TK=torch.tensor([p], dtype=torch.float64).log(),
         teacher_weights_TM=torch.ones(1, 1, dtype=torch.float64),
     )
@@ -175,9 +175,7 @@ def test_the_bucket_never_exceeds_the_whole_and_all_of_the_vocabulary_is_the_who
     """Merging outcomes cannot raise a divergence; with K = V every rule for the tail is the exact divergence."""
     full = a_step(rows, V, 1, seed)
     best = full.inputs.teacher_logprobs_TK[:, :k]  # topk sorts
-    few = replace(
-        full, inputs=replace(full.inputs, teacher_ids_TK=full.inputs.teacher_ids_TK[:, :k], teacher_logprobs_TK=best)
-    )
+    few = replace(full, ids_TK=full.ids_TK[:, :k], inputs=replace(full.inputs, teacher_logprobs_TK=best))
     whole_T, whole_grad = full.gradient(Distillation(divergence=divergence, tail=Tail.DROPPED))
     part_T, _ = few.gradient(Distillation(divergence=divergence, tail=Tail.BUCKET))
     assert bool((part_T <= whole_T + 1e-3).all()) and bool((part_T >= -1e-9).all())
@@ -189,9 +187,7 @@ def test_the_bucket_never_exceeds_the_whole_and_all_of_the_vocabulary_is_the_who
     torch.testing.assert_close(grad, whole_grad, rtol=1e-3, atol=1e-3)
     if divergence is Divergence.FORWARD_KL:  # d/dz sum p log(p / q) = q - p
         weight_T = torch.where(full.mask_T, full.inputs.teacher_weights_TM[:, 0], 0.0)
-        p_TV = torch.zeros_like(full.logits_TV).scatter(
-            -1, full.inputs.teacher_ids_TK, full.inputs.teacher_logprobs_TK.exp()
-        )
+        p_TV = torch.zeros_like(full.logits_TV).scatter(-1, full.ids_TK, full.inputs.teacher_logprobs_TK.exp())
         torch.testing.assert_close(whole_grad, weight_T[:, None] * (full.logits_TV.softmax(-1) - p_TV))
 
 
@@ -237,11 +233,10 @@ def test_order_and_cuts_change_nothing(
     def part(order: Tensor) -> Step:
         inputs = DistillInputs(
             behavior_logprobs_T=step.inputs.behavior_logprobs_T[order],
-            teacher_ids_TK=step.inputs.teacher_ids_TK[order],
             teacher_logprobs_TK=step.inputs.teacher_logprobs_TK[order],
             teacher_weights_TM=step.inputs.teacher_weights_TM[order],
         )
-        return Step(step.logits_TV[order], inputs, step.mask_T[order])
+        return Step(step.logits_TV[order], step.ids_TK[order], inputs, step.mask_T[order])
 
     backwards = torch.arange(rows - 1, -1, -1)
     cuts = [backwards[: rows // 2], backwards[rows // 2 :]]
@@ -264,11 +259,10 @@ def test_float32_stays_finite_at_the_edges(divergence: Divergence, tail: Tail) -
         best = teacher.log_softmax(-1)[None].topk(2, -1)
         inputs = DistillInputs(
             behavior_logprobs_T=torch.zeros(1),
-            teacher_ids_TK=best.indices,
             teacher_logprobs_TK=best.values,
             teacher_weights_TM=torch.ones(1, 1),
         )
-        step = Step(student[None], inputs, torch.tensor([True]))
+        step = Step(student[None], best.indices, inputs, torch.tensor([True]))
         loss_T, grad_TV = step.gradient(Distillation(divergence=divergence, tail=tail))
         assert bool(loss_T.isfinite().all()) and bool(grad_TV.isfinite().all())
         assert float(grad_TV.abs().max()) < 50.0
@@ -280,12 +274,12 @@ def test_a_token_that_the_student_lacks_is_no_outcome() -> None:
     step = replace(step, mask_T=torch.ones(3, dtype=torch.bool))
     wide = replace(
         step.inputs,
-        teacher_ids_TK=torch.nn.functional.pad(step.inputs.teacher_ids_TK, (0, 1)),
         teacher_logprobs_TK=torch.nn.functional.pad(step.inputs.teacher_logprobs_TK, (0, 1), value=-torch.inf),
     )
     for divergence, tail in KINDS:
         loss = Distillation(divergence=divergence, tail=tail)
-        (a, grad_a), (b, grad_b) = step.gradient(loss), replace(step, inputs=wide).gradient(loss)
+        more = replace(step, ids_TK=torch.nn.functional.pad(step.ids_TK, (0, 1)), inputs=wide)
+        (a, grad_a), (b, grad_b) = step.gradient(loss), more.gradient(loss)
         torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-14)
         torch.testing.assert_close(grad_a, grad_b, rtol=1e-12, atol=1e-14)
 
