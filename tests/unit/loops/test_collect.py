@@ -45,6 +45,23 @@ class Script(Player):
         self._max_turns = 1
 
     async def play(
+        self,
+        tasks: list[Task],
+        group_size: int,
+        params: SamplingParams,
+        *,
+        step: int,
+        max_failures: int,
+        first: int = 0,
+    ) -> list[Group]:
+        self.asked.append(([task.id for task in tasks], group_size, first, params.temperature))
+        groups = [Group(task.id, self.attempts[task.id][:group_size]) for task in tasks]
+        if sum(np.isnan(t.reward) for group in groups for t in group) > max_failures:
+            raise RolloutError("too many")
+        return groups
+
+
+def play(
     attempts: dict[str, list[Trajectory]],
     per_step: int,
     *,
