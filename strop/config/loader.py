@@ -10,13 +10,15 @@ from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
 from pathlib import Path
 from types import UnionType
-from typing import Any, Union, get_args, get_origin
+from typing import Annotated, Any, Union, get_args, get_origin
 
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
 from strop.config import yaml12
+from strop.config.imitation import DistillConfig
+from strop.config.model import ModelConfig
 from strop.config.recipe import LOOPS, NO_LOOP, Recipe
 from strop.config.section import Section
 from strop.errors import ConfigError
@@ -44,14 +46,18 @@ def load_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
     """Read, override and check a recipe file.
 
     Relative paths in it become absolute, from the file's own folder; `run.folder` from the current folder, with
-    `{recipe}` filled by the file's name. An override is `key.path=value`, the value read as YAML. Raises ConfigError.
+    `{recipe}` filled by the file's name. An override is `key.path=value`, the value read as YAML, or another file whose
+    keys go over the recipe's; they apply in their order. Raises ConfigError.
     """
+    return _located(read_recipe(_text(path), path.name, overrides), path)
+
+
+def _text(path: Path) -> str:
     try:
-        text = path.read_text(encoding="utf-8")
+        return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
         raise ConfigError(f"recipe {path} cannot be read: {reason}") from error
-    return _located(read_recipe(text, path.name, overrides), path)
 
 
 def read_recipe(text: str, where: str, overrides: Sequence[str] = ()) -> Recipe:
@@ -59,10 +65,7 @@ def read_recipe(text: str, where: str, overrides: Sequence[str] = ()) -> Recipe:
 
     `where` says what the text is, in messages.
     """
-    data = yaml12.parse(text, where)
-    if not isinstance(data, dict):
-        kind = "empty" if data is None else f"a {type(data).__name__}"
-        raise ConfigError(f"{where} must be a section of keys and values, and is {kind}")
+    data = _mapping(text, where)
     problems = _override(data, overrides)
     try:
         recipe = Recipe.model_validate(data)
@@ -71,6 +74,14 @@ def read_recipe(text: str, where: str, overrides: Sequence[str] = ()) -> Recipe:
     if problems:
         raise ConfigError(*problems)
     return recipe
+
+
+def _mapping(text: str, where: str) -> dict[Any, Any]:
+    data = yaml12.parse(text, where)
+    if not isinstance(data, dict):
+        kind = "empty" if data is None else f"a {type(data).__name__}"
+        raise ConfigError(f"{where} must be a section of keys and values, and is {kind}")
+    return data
 
 
 def dump_recipe(recipe: Recipe) -> str:
@@ -86,6 +97,12 @@ def _override(data: dict[Any, Any], overrides: Sequence[str]) -> list[str]:
     problems: list[str] = []
     seen: set[str] = set()
     for override in overrides:
+        if override.endswith((".yaml", ".yml")) and "=" not in override:
+            try:
+                _lay_over(data, _mapping(_text(Path(override)), override))
+            except ConfigError as error:
+                problems.extend(error.problems)
+            continue
         key, equals, text = override.partition("=")
         parts = key.split(".")
         if not equals or not all(parts):
@@ -102,6 +119,16 @@ def _override(data: dict[Any, Any], overrides: Sequence[str]) -> list[str]:
             continue
         problems.extend(_put(data, parts, value))
     return problems
+
+
+def _lay_over(data: dict[Any, Any], upper: dict[Any, Any]) -> None:
+    """Write a file's keys over the recipe's, section by section; one that names its `kind` takes the whole place."""
+    for key, value in upper.items():
+        below = data.get(key)
+        if isinstance(value, dict) and isinstance(below, dict) and "kind" not in value:
+            _lay_over(below, value)
+        else:
+            data[key] = value
 
 
 def _put(data: dict[Any, Any], parts: list[str], value: Any) -> list[str]:
@@ -221,6 +248,13 @@ def section_of(annotation: Any) -> type[Section] | None:
     return annotation if isinstance(annotation, type) and issubclass(annotation, Section) else None
 
 
+def listed_section(annotation: Any) -> type[Section] | None:
+    """The section class that a field holds a list of, `tuple[X, ...]`; None for any other field."""
+    if get_origin(annotation) is Annotated:
+        return listed_section(get_args(annotation)[0])
+    return section_of(get_args(annotation)[0]) if get_origin(annotation) is tuple else None
+
+
 def all_keys(section: type[Section] = Recipe, prefix: str = "") -> list[str]:
     """Every key that holds a value, as `a.b`, in the order of the declarations."""
     keys: list[str] = []
@@ -234,9 +268,12 @@ def _section(loc: tuple[int | str, ...]) -> type[Section] | None:
     """The section that a location names; None when it is a value or unknown."""
     section: type[Section] | None = Recipe
     for part in loc:
+        if isinstance(part, int) and section is not None:
+            continue  # an element of a list of sections: the list's name led here
         if section is None or part not in section.model_fields:
             return None
-        section = section_of(section.model_fields[str(part)].annotation)
+        annotation = section.model_fields[str(part)].annotation
+        section = section_of(annotation) or listed_section(annotation)
     return section
 
 
@@ -255,12 +292,8 @@ def _located(recipe: Recipe, path: Path) -> Recipe:
     folder = Path(run.folder.replace("{recipe}", path.stem)).expanduser().absolute()
     return recipe.model_copy(
         update={
-            "model": model.model_copy(
-                update={
-                    "path": _file(model.path, base) if model.path is not None else None,
-                    "tokenizer": _file(model.tokenizer, base) if model.tokenizer is not None else None,
-                }
-            ),
+            "model": _located_model(model, base),
+            "distill": _teachers(recipe.distill, base) if recipe.distill is not None else None,
             "tasks": tasks.model_copy(
                 update={
                     "path": tasks.path if tasks.source == "reasoning_gym" else _file(tasks.path, base),
@@ -271,6 +304,20 @@ def _located(recipe: Recipe, path: Path) -> Recipe:
             "run": run.model_copy(update={"folder": str(folder)}),
         }
     )
+
+
+def _located_model(model: ModelConfig, base: Path) -> ModelConfig:
+    return model.model_copy(
+        update={
+            "path": _file(model.path, base) if model.path is not None else None,
+            "tokenizer": _file(model.tokenizer, base) if model.tokenizer is not None else None,
+        }
+    )
+
+
+def _teachers(distill: DistillConfig, base: Path) -> DistillConfig:
+    teachers = [t.model_copy(update={"model": _located_model(t.model, base)}) for t in distill.teachers]
+    return distill.model_copy(update={"teachers": tuple(teachers)})
 
 
 def _file(text: str, base: Path) -> str:

@@ -22,7 +22,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 from strop.config import yaml12
-from strop.config.loader import section_of
+from strop.config.loader import listed_section, section_of
 from strop.config.recipe import Recipe
 from strop.config.section import Section
 
@@ -38,7 +38,12 @@ _NAMES: Mapping[Any, str] = {
     str: "text",
     type(None): "`null`",
 }
-_EXAMPLES: Mapping[str, str] = {"model.path": "models/base", "tasks.source": "jsonl", "tasks.path": "tasks.jsonl"}
+_EXAMPLES: Mapping[str, Any] = {
+    "model.path": "models/base",
+    "tasks.source": "jsonl",
+    "tasks.path": "tasks.jsonl",
+    "distill.teachers": [{"model": {"path": "models/teacher"}}],
+}
 
 _PAGE_INTRO = """\
 # Configuration
@@ -47,7 +52,9 @@ _PAGE_INTRO = """\
 
 A recipe is one YAML 1.2 file. Every key, its type, its default and its meaning stand below;
 `recipes/reference.yaml` holds the same as a commented recipe. On the command line, `key.path=value` after the recipe
-overrides a key, and the value is read as YAML: `strop train recipe.yaml grpo.steps=50 draw.stop='["\\n"]'`.
+overrides a key, and the value is read as YAML: `strop train recipe.yaml grpo.steps=50 draw.stop='["\\n"]'`. Another
+recipe file among the overrides lays its keys over those before it, as in `strop train recipes/scratch.yaml
+recipes/variants/dapo.yaml`; a section in it that names its `kind` replaces the one below.
 
 Keys that are not listed here are refused, and so is a value of another type: `"1"` or `true` is not a number.
 `null` is a value of its own, not a missing key. Nothing is interpolated, save `{recipe}` in `run.folder`.
@@ -105,6 +112,8 @@ def _sections(prefix: str, section: type[Section], default: object) -> Iterator[
         inner = section_of(field.annotation)
         if inner is not None:
             yield from _sections(f"{prefix}{name}.", inner, defaults[name])
+        elif (listed := listed_section(field.annotation)) is not None:
+            yield from _sections(f"{prefix}{name}[].", listed, None)
 
 
 def _defaults(section: type[Section], default: object) -> _Defaults:
@@ -168,6 +177,8 @@ def _type_name(annotation: Any) -> str:
         return "keys and values"
     if isinstance(annotation, type) and issubclass(annotation, StrEnum):
         return ", ".join(f"`{choice.value}`" for choice in annotation)
+    if isinstance(annotation, type) and issubclass(annotation, Section):
+        return "section"
     return _NAMES[annotation]
 
 

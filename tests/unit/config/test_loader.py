@@ -522,3 +522,17 @@ def _differences(a: Any, b: Any, prefix: str = "") -> list[str]:
             path for key in {**a, **b} for path in _differences(a.get(key), b.get(key), f"{prefix}.{key}".lstrip("."))
         ]
     return [] if a == b else [prefix]
+
+
+def test_another_file_lies_over_the_recipe(tmp_path: Path) -> None:
+    """Key by key; a section that names its kind replaces the one below, whose knobs would not fit."""
+    upper = tmp_path / "upper.yaml"
+    upper.write_text("grpo: {loss: {kind: sapo}, group_size: 4, kl: {coefficient: 0.5}}\n")
+    text = BASE + "grpo: {steps: 7, loss: {clip_high: 0.3}, kl: {estimator: k2}}\n"
+    grpo = read(text, "grpo.group_size=3", str(upper), "grpo.kl.coefficient=0.25").grpo
+    assert grpo is not None
+    assert (grpo.steps, grpo.group_size, grpo.loss.kind, grpo.loss.clip_high) == (7, 4, "sapo", None)
+    assert (grpo.kl.estimator, grpo.kl.coefficient) == ("k2", 0.25)
+    upper.write_text("- 1\n")
+    assert problems(text, str(upper)) == [f"{upper} must be a section of keys and values, and is a list"]
+    assert "cannot be read" in problems(text, str(tmp_path / "none.yaml"))[0]
