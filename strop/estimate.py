@@ -12,7 +12,7 @@ from typing import Any
 from transformers import PretrainedConfig
 
 from strop.config.recipe import Recipe
-from strop.ops.logprobs import CHUNK_LOGITS
+from strop.ops.head import COLUMNS
 from strop.ops.paged import PAGE
 from strop.ops.select import Impl
 
@@ -113,7 +113,9 @@ def memory(shape: Shape, recipe: Recipe, *, step_tokens: int, impl: Impl) -> Mem
                       rest; 3 K D more with K experts a token, which take copies; with checkpointing T L D b, and one
                       layer's in full
         logits        trainer: plain T V (4 + 4 + b), the logits and their softmax in float32 and their gradient;
-                      chunked 3 chunks of float32, and the output matrix's gradient once more in float32
+                      liger 6 V numbers of float32 for each of 512 tokens, and the output matrix's gradient;
+                      chunked and triton 4 tiles of float32, and that gradient in b bytes a number until it is handed
+                      over; fused also V for each of engine.head_rows tokens, and the gradient in float32
                       sampler: R V 4 * 3 for R running requests
         sampler       N b: its own copy of the weights
         cache         tokens of it, in whole pages, times 2 L J C b
@@ -167,5 +169,11 @@ def _activations(shape: Shape, tokens: int, checkpointed: bool, impl: Impl) -> i
 def _trainer_logits(shape: Shape, recipe: Recipe, tokens: int) -> int:
     if recipe.engine.head == "plain":
         return tokens * shape.vocabulary * (8 + BYTES[recipe.model.dtype])
-    chunk = min(max(16 * shape.vocabulary, CHUNK_LOGITS), tokens * shape.vocabulary)
-    return 3 * 4 * chunk + 4 * shape.vocabulary * shape.hidden
+    b, matrix = BYTES[recipe.model.dtype], shape.vocabulary * shape.hidden
+    if recipe.engine.head == "liger":
+        return 6 * 4 * min(tokens, 512) * shape.vocabulary + b * matrix
+    rows = min(tokens, recipe.engine.head_rows)
+    tiles = 4 * 4 * min(recipe.engine.head_rows * COLUMNS, rows * shape.vocabulary)
+    if recipe.engine.head == "fused":
+        return tiles + 4 * rows * shape.vocabulary + max(b, 4) * matrix
+    return tiles + b * matrix

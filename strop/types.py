@@ -248,6 +248,7 @@ class Want:
     routes: bool = False
     top_k: int = 0  # logprobs and ids of the k likeliest tokens at every row
     every_row: bool = False  # also score targets that the mask leaves out
+    per_row: bool = False  # said by a loss: each token's loss depends on its own row alone. Not merged: nobody asks it
 
     def __or__(self, other: Want) -> Want:
         return Want(
@@ -274,6 +275,7 @@ class Outputs:
     values_T: Tensor | None = None
     top_k_ids_TK: Tensor | None = None
     top_k_logprobs_TK: Tensor | None = None
+    ids_logprobs_TK: Tensor | None = None  # of the tokens in the batch's `ids_TK`
     routes: Routes | None = None
 
 

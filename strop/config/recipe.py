@@ -119,9 +119,13 @@ class EngineConfig(Section):
     """Tokens in one forward pass; memory for activations grows with it, results do not depend on it."""
     share_prefixes: bool = True
     """Compute a group's prompt once for all its attempts."""
-    head: Literal["plain", "chunked"] = "chunked"
-    """`plain` keeps the logits of a whole batch, `chunked` streams over them and computes them again in the backward
-    pass."""
+    head: Literal["plain", "chunked", "fused", "triton", "liger"] = "chunked"
+    """`plain` keeps the logits of a whole batch; `chunked` streams over them and computes them again in the backward
+    pass; `fused` computes them once, and is `chunked` for losses of whole sequences; `triton` is `chunked` in kernels
+    for a GPU; `liger` is liger-kernel's."""
+    head_rows: Positive = 256
+    """Tokens whose logits are in flight at once in a `chunked`, `fused` or `triton` head: 4 bytes times this and 2048,
+    and the whole vocabulary instead in `fused`."""
     activation_checkpointing: bool = False
     """Keep only each layer's input and compute the rest again in the backward pass."""
     max_skipped_steps: Positive = 3

@@ -47,6 +47,7 @@ class Batch(Generic[InputsT]):
     layout: Layout
     inputs: InputsT  # the loss's own record of [T] tensors
     temperature_T: Tensor | None = None  # float32; None is 1
+    ids_TK: Tensor | None = None  # int64; tokens to score at every row beside its target
     routes: Routes | None = None
 
     def __len__(self) -> int:

@@ -1,53 +1,42 @@
-"""Hidden states and the output matrix in; logprobs of the targets, and what else was asked for, out.
+"""The head: hidden states and the output matrix in; logprobs of the targets, and what else was asked for, out.
 
-    z = softcap(hidden @ weight.T + bias) / temperature        logprob = z[target] - logsumexp(z)
-    entropy = logsumexp(z) - sum(softmax(z) * z)
+Five forms of the same numbers, one of which the caller names; `require` says before a run whether it can be had.
 
-Two forms of the same numbers. `plain` keeps the logits [N, V] for the backward pass. `chunked` visits a few rows at a
-time, keeps nothing but its inputs, and computes the logits of each chunk again in the backward pass.
+    plain    keeps the logits [N, V] for the backward pass: the reference
+    chunked  streams over rows and vocabulary, keeps nothing but its inputs and what is [N], makes each tile twice
+    fused    as chunked, but a loss that looks at one row at a time is differentiated in passing: each tile made once
+    triton   as chunked, with one kernel for each of the two passes over the vocabulary
+    liger    liger-kernel's fused linear scaled cross-entropy
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from enum import StrEnum
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-CHUNK_LOGITS = 1 << 22  # logits in flight in one chunk: 16 MiB of float32, still a matrix large enough to multiply fast
+from strop.ops.head import IGNORED, ROWS, Ask, Entropy, Head, HeadImpl, LowRank, Scored, Shard
+from strop.ops.head_stream import Inputs, Pass, TorchKernels, learn, score
+from strop.ops.head_tiles import BANNED, Summary
 
+__all__ = [
+    "ROWS",
+    "Entropy",
+    "Head",
+    "HeadImpl",
+    "LowRank",
+    "RowsLoss",
+    "Scored",
+    "Shard",
+    "learn_targets",
+    "score_targets",
+]
 
-class Entropy(StrEnum):
-    NONE = "none"
-    VALUE = "value"  # to be looked at: no gradient, and nothing kept for one
-    GRADIENT = "gradient"
-
-
-class HeadImpl(StrEnum):
-    PLAIN = "plain"
-    CHUNKED = "chunked"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Head:
-    """An output layer. `weight_VD` may be tied to the embedding; `softcap` is Gemma-2's cap * tanh(z / cap)."""
-
-    weight_VD: Tensor
-    bias_V: Tensor | None = None
-    softcap: float | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Scored:
-    """Float32 (float64 for float64 inputs), one row for each target."""
-
-    logprobs_N: Tensor
-    entropy_N: Tensor | None = None
-    top_k_ids_NK: Tensor | None = None
-    top_k_logprobs_NK: Tensor | None = None
+RowsLoss = Callable[[Tensor, Scored], Tensor]
+"""From some rows, their indices [n] and what was found there (live), to the sum of their losses."""
 
 
 def score_targets(
@@ -55,120 +44,210 @@ def score_targets(
     head: Head,
     targets_N: Tensor,
     *,
-    temperature_N: Tensor | None = None,
+    temperature_N: Tensor | float | None = None,
     entropy: Entropy = Entropy.NONE,
     top_k: int = 0,
+    ids_NK: Tensor | None = None,
+    square_sums: bool = False,
     impl: HeadImpl,
+    rows: int = ROWS,
+    weight_grad_VD: Tensor | None = None,
 ) -> Scored:
-    """Logprobs of `targets_N` (int64, each in [0, V)), with gradients for hidden, weight and bias but not temperature.
+    """Logprobs of `targets_N` and of `ids_NK` (int64), with gradients for hidden, weight, bias and adapter.
 
-    `top_k` logprobs carry no gradient.
+    A target of -1 is ignored: its row holds zeros and carries no gradient, whatever its hidden state. `temperature_N`
+    (one number, or one for each row) gets no gradient; nor do top-k logprobs and sums of squared probabilities. `rows`
+    bounds the logits in flight in every form but `plain` and `liger`. The streaming forms add the weight's gradient to
+    `weight_grad_VD` when it is given, and tell autograd of none: no second [V, D] is made.
+
+    Raises ValueError for tokens outside the vocabulary, and for what `impl` cannot do.
     """
+    ask = Ask(entropy=entropy, top_k=top_k, square_sums=square_sums)
+    question = _Question.of(hidden_ND, head, targets_N, ids_NK, temperature_N, ask=ask)
     if impl is HeadImpl.PLAIN:
-        logprobs_NV = _logits(hidden_ND, head, temperature_N).log_softmax(-1)
-        logprobs_N = logprobs_NV.gather(-1, targets_N[:, None])[:, 0]
-        entropy_N = None if entropy is Entropy.NONE else _entropy(logprobs_NV, entropy)
+        seen = _plain(question)
+    elif impl is HeadImpl.LIGER:
+        from strop.ops.head_liger import liger
+
+        seen = liger(question.hidden_ND, head, question.picks_NJ, question.temperature_N, ask)
+    elif impl is HeadImpl.TRITON:
+        from strop.ops.head_triton import TritonKernels
+
+        seen = score(question.inputs(), question.run(rows, weight_grad_VD), TritonKernels())
     else:
-        logprobs_N, entropies_N = _Chunked.apply(
-            hidden_ND, head.weight_VD, head.bias_V, targets_N, temperature_N, head.softcap, entropy
+        seen = score(question.inputs(), question.run(rows, weight_grad_VD), TorchKernels())
+    return question.answer(seen)
+
+
+def learn_targets(
+    hidden_ND: Tensor,
+    head: Head,
+    targets_N: Tensor,
+    loss: RowsLoss,
+    *,
+    temperature_N: Tensor | float | None = None,
+    entropy: Entropy = Entropy.NONE,
+    top_k: int = 0,
+    ids_NK: Tensor | None = None,
+    square_sums: bool = False,
+    rows: int = ROWS,
+    weight_grad_VD: Tensor | None = None,
+) -> tuple[Scored, Tensor]:
+    """What `score_targets` gives, without gradients, and the sum of `loss` over all rows: the `fused` form.
+
+    `loss` is called for `rows` rows at a time and must not mix them. It is differentiated at once, while their logits
+    are held (4 bytes x rows x vocabulary), so the logits are made once. The sum's `backward()` hands on gradients that
+    are known by then. A weight gradient in half precision is summed in float32 beside itself. With `weight_grad_VD` it
+    is added before this returns: such a sum must not be scaled afterwards.
+
+    Raises ValueError as `score_targets` does.
+    """
+    ask = Ask(entropy=entropy, top_k=top_k, square_sums=square_sums)
+    question = _Question.of(hidden_ND, head, targets_N, ids_NK, temperature_N, ask=ask)
+
+    def of_rows(few: slice, picked_NJ: Tensor, entropy_N: Tensor) -> Tensor:
+        at = Scored(
+            logprobs_N=picked_NJ[:, 0],
+            entropy_N=None if entropy is Entropy.NONE else entropy_N,
+            ids_logprobs_NK=None if ids_NK is None else picked_NJ[:, 1:],
         )
-        entropy_N = None if entropy is Entropy.NONE else entropies_N
-        if entropy is Entropy.VALUE:
-            entropy_N = entropies_N.detach()
-    ids_NK, likeliest_NK = _top_k(hidden_ND, head, temperature_N, top_k) if top_k else (None, None)
-    return Scored(logprobs_N=logprobs_N, entropy_N=entropy_N, top_k_ids_NK=ids_NK, top_k_logprobs_NK=likeliest_NK)
+        return loss(question.index_N[few], at)
+
+    seen, total = learn(question.inputs(), question.run(rows, weight_grad_VD), of_rows)
+    return question.answer(seen), total
 
 
-def _logits(hidden_ND: Tensor, head: Head, temperature_N: Tensor | None) -> Tensor:
-    logits_NV = F.linear(hidden_ND, head.weight_VD, head.bias_V)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Question:
+    """The rows that are wanted, and what is wanted of them."""
+
+    hidden_ND: Tensor
+    head: Head
+    picks_NJ: Tensor  # the target first
+    temperature_N: Tensor | float | None
+    index_N: Tensor  # of each row among those that the caller gave
+    total: int  # rows that the caller gave
+    has_ids: bool
+    ask: Ask
+
+    @staticmethod
+    def of(
+        hidden_ND: Tensor,
+        head: Head,
+        targets_N: Tensor,
+        ids_NK: Tensor | None,
+        temperature_N: Tensor | float | None,
+        *,
+        ask: Ask,
+    ) -> _Question:
+        """Checks tokens and leaves ignored rows out. Raises ValueError."""
+        if ask.top_k > head.vocabulary:
+            raise ValueError(f"the {ask.top_k} likeliest of {head.vocabulary} tokens were asked for")
+        _check_tokens("a target", targets_N, IGNORED, head.vocabulary)
+        total = len(targets_N)
+        index_N = torch.arange(total, device=targets_N.device)
+        if total and bool((targets_N == IGNORED).any()):
+            index_N = (targets_N != IGNORED).nonzero()[:, 0]
+            hidden_ND, targets_N = hidden_ND[index_N], targets_N[index_N]
+            ids_NK = None if ids_NK is None else ids_NK[index_N]
+            temperature_N = temperature_N[index_N] if isinstance(temperature_N, Tensor) else temperature_N
+        if ids_NK is not None:
+            _check_tokens("an id", ids_NK, 0, head.vocabulary)
+        picks_NJ = targets_N[:, None] if ids_NK is None else torch.cat([targets_N[:, None], ids_NK], -1)
+        return _Question(
+            hidden_ND=hidden_ND,
+            head=head,
+            picks_NJ=picks_NJ,
+            temperature_N=temperature_N,
+            index_N=index_N,
+            total=total,
+            has_ids=ids_NK is not None,
+            ask=ask,
+        )
+
+    def inputs(self) -> Inputs:
+        low_rank, inner_NR = self.head.low_rank, None
+        if low_rank is not None:  # autograd goes on from here to A
+            inner_NR = low_rank.scale * F.linear(self.hidden_ND, low_rank.a_RD)
+        return Inputs(
+            hidden_ND=self.hidden_ND,
+            weight_VD=self.head.weight_VD,
+            bias_V=self.head.bias_V,
+            inner_NR=inner_NR,
+            b_VR=None if low_rank is None else low_rank.b_VR,
+        )
+
+    def run(self, rows: int, weight_grad_VD: Tensor | None) -> Pass:
+        return Pass(
+            picks_NJ=self.picks_NJ,
+            temperature=self.temperature_N,
+            softcap=self.head.softcap,
+            shard=self.head.shard,
+            ask=self.ask,
+            rows=rows,
+            weight_grad_VD=weight_grad_VD,
+        )
+
+    def answer(self, seen: Summary) -> Scored:
+        """Rows back to their places; ignored ones hold 0."""
+        ask = self.ask
+        entropy_N = seen.entropy_N.detach() if ask.entropy is Entropy.VALUE else seen.entropy_N
+        return Scored(
+            logprobs_N=self._spread(seen.picked_NJ[:, 0]),
+            entropy_N=None if ask.entropy is Entropy.NONE else self._spread(entropy_N),
+            ids_logprobs_NK=self._spread(seen.picked_NJ[:, 1:]) if self.has_ids else None,
+            square_sums_N=self._spread(seen.square_sums_N) if ask.square_sums else None,
+            top_k_ids_NK=self._spread(seen.top_ids_NK) if ask.top_k else None,
+            top_k_logprobs_NK=self._spread(seen.top_logprobs_NK) if ask.top_k else None,
+        )
+
+    def _spread(self, values_N: Tensor) -> Tensor:
+        if len(self.index_N) == self.total:
+            return values_N
+        return values_N.new_zeros((self.total, *values_N.shape[1:])).index_copy(0, self.index_N, values_N)
+
+
+def _check_tokens(what: str, tokens: Tensor, lowest: int, vocabulary: int) -> None:
+    if not tokens.numel():
+        return
+    low, high = torch.stack(tokens.aminmax()).tolist()
+    if low < lowest or high >= vocabulary:
+        raise ValueError(
+            f"{what} is {low if low < lowest else high}, outside a vocabulary of {vocabulary}: targets are tokens or "
+            "-1 (ignored), ids are tokens"
+        )
+
+
+def _plain(question: _Question) -> Summary:
+    """From the whole logits [N, V], with autograd of torch's own."""
+    head, ask, temperature = question.head, question.ask, question.temperature_N
+    if head.shard is not None:
+        raise ValueError("the plain head does not split the vocabulary over ranks: take chunked, fused or triton")
+    logits_NV = F.linear(question.hidden_ND, head.weight_VD, head.bias_V)
+    if head.low_rank is not None:
+        inner_NR = head.low_rank.scale * F.linear(question.hidden_ND, head.low_rank.a_RD)
+        logits_NV = logits_NV + F.linear(inner_NR, head.low_rank.b_VR)
     logits_NV = logits_NV if logits_NV.dtype == torch.float64 else logits_NV.float()
+    if head.bias_V is not None:
+        logits_NV = logits_NV.clamp(min=BANNED)
     if head.softcap is not None:
         logits_NV = head.softcap * torch.tanh(logits_NV / head.softcap)
-    return logits_NV if temperature_N is None else logits_NV / temperature_N[:, None].to(logits_NV.dtype)
-
-
-def _entropy(logprobs_NV: Tensor, entropy: Entropy) -> Tensor:
-    with torch.set_grad_enabled(entropy is Entropy.GRADIENT and torch.is_grad_enabled()):
-        return -(logprobs_NV.exp() * logprobs_NV).sum(-1)
-
-
-@torch.no_grad()
-def _top_k(hidden_ND: Tensor, head: Head, temperature_N: Tensor | None, k: int) -> tuple[Tensor, Tensor]:
-    ids, logprobs = [], []
-    for rows in _chunks(len(hidden_ND), head.weight_VD.shape[0]):
-        temperature = None if temperature_N is None else temperature_N[rows]
-        best = _logits(hidden_ND[rows], head, temperature).log_softmax(-1).topk(k, dim=-1)
-        ids.append(best.indices)
-        logprobs.append(best.values)
-    if not ids:
-        return hidden_ND.new_zeros((0, k), dtype=torch.int64), hidden_ND.new_zeros((0, k))
-    return torch.cat(ids), torch.cat(logprobs)
-
-
-def _chunks(rows: int, vocab_size: int) -> list[slice]:
-    step = max(16, CHUNK_LOGITS // vocab_size)
-    return [slice(i, min(i + step, rows)) for i in range(0, rows, step)]
-
-
-class _Chunked(torch.autograd.Function):
-    """Saves hidden, weight, bias, targets and [N] statistics; never more than one chunk of logits."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        hidden_ND: Tensor,
-        weight_VD: Tensor,
-        bias_V: Tensor | None,
-        targets_N: Tensor,
-        temperature_N: Tensor | None,
-        softcap: float | None,
-        entropy: Entropy,
-    ) -> tuple[Tensor, Tensor]:
-        head = Head(weight_VD=weight_VD, bias_V=bias_V, softcap=softcap)
-        kind = torch.float64 if hidden_ND.dtype == torch.float64 else torch.float32
-        logprobs_N, lse_N, entropy_N = (hidden_ND.new_zeros(len(hidden_ND), dtype=kind) for _ in range(3))
-        for rows in _chunks(len(hidden_ND), weight_VD.shape[0]):
-            z_NV = _logits(hidden_ND[rows], head, None if temperature_N is None else temperature_N[rows])
-            lse_N[rows] = z_NV.logsumexp(-1)
-            logprobs_N[rows] = z_NV.gather(-1, targets_N[rows, None])[:, 0] - lse_N[rows]
-            if entropy is not Entropy.NONE:
-                entropy_N[rows] = lse_N[rows] - (z_NV.sub(lse_N[rows, None]).exp_() * z_NV).sum(-1)
-        ctx.save_for_backward(hidden_ND, weight_VD, bias_V, targets_N, temperature_N, lse_N, entropy_N)
-        ctx.softcap, ctx.entropy = softcap, entropy
-        return logprobs_N, entropy_N
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        grad_logprobs_N, grad_entropy_N = grads
-        hidden_ND, weight_VD, bias_V, targets_N, temperature_N, lse_N, entropy_N = ctx.saved_tensors
-        need_hidden, need_weight, need_bias = ctx.needs_input_grad[:3]
-        grad_hidden_ND = torch.empty_like(hidden_ND) if need_hidden else None
-        accumulate = torch.float64 if hidden_ND.dtype == torch.float64 else torch.float32
-        grad_weight_VD = torch.zeros_like(weight_VD, dtype=accumulate) if need_weight else None
-        grad_bias_V = torch.zeros_like(bias_V, dtype=accumulate) if need_bias else None
-        for rows in _chunks(len(hidden_ND), weight_VD.shape[0]):
-            raw_NV = F.linear(hidden_ND[rows], weight_VD, bias_V).to(accumulate)
-            capped_NV = raw_NV if ctx.softcap is None else ctx.softcap * torch.tanh(raw_NV / ctx.softcap)
-            scale_N = 1.0 if temperature_N is None else temperature_N[rows, None].to(accumulate)
-            z_NV = capped_NV / scale_N
-            p_NV = z_NV.sub(lse_N[rows, None]).exp_()
-            grad_z_NV = p_NV * -grad_logprobs_N[rows, None]
-            if ctx.entropy is Entropy.GRADIENT:  # d entropy / dz = -p (log p + entropy)
-                grad_z_NV -= p_NV * (z_NV - lse_N[rows, None] + entropy_N[rows, None]) * grad_entropy_N[rows, None]
-            grad_z_NV.scatter_add_(-1, targets_N[rows, None], grad_logprobs_N[rows, None].to(accumulate))
-            grad_z_NV = grad_z_NV / scale_N if temperature_N is not None else grad_z_NV
-            if ctx.softcap is not None:
-                grad_z_NV *= 1 - (capped_NV / ctx.softcap) ** 2
-            grad_raw_NV = grad_z_NV.to(hidden_ND.dtype)
-            if grad_hidden_ND is not None:
-                torch.mm(grad_raw_NV, weight_VD, out=grad_hidden_ND[rows])
-            if grad_weight_VD is not None:
-                grad_weight_VD.addmm_(grad_raw_NV.t().to(accumulate), hidden_ND[rows].to(accumulate))
-            if grad_bias_V is not None:
-                grad_bias_V += grad_z_NV.sum(0)
-        return (
-            grad_hidden_ND,
-            None if grad_weight_VD is None else grad_weight_VD.to(weight_VD.dtype),
-            None if grad_bias_V is None else grad_bias_V.to(bias_V.dtype),
-            *(None,) * 4,
-        )
+    if temperature is not None:
+        divisor = temperature[:, None].to(logits_NV.dtype) if isinstance(temperature, Tensor) else temperature
+        logits_NV = logits_NV / divisor
+    logprobs_NV = logits_NV.log_softmax(-1)
+    zeros_N = logprobs_NV.new_zeros(len(logprobs_NV))
+    entropy_N = zeros_N
+    if ask.entropy is not Entropy.NONE:
+        with torch.set_grad_enabled(ask.entropy is Entropy.GRADIENT and torch.is_grad_enabled()):
+            entropy_N = -(logprobs_NV.exp() * logprobs_NV).sum(-1)
+    seen_NV = logprobs_NV.detach()
+    best = seen_NV.topk(ask.top_k, dim=-1)
+    return Summary(
+        lse_N=zeros_N,
+        picked_NJ=logprobs_NV.gather(-1, question.picks_NJ),
+        entropy_N=entropy_N,
+        square_sums_N=seen_NV.mul(2.0).exp().sum(-1) if ask.square_sums else zeros_N,
+        top_ids_NK=best.indices,
+        top_logprobs_NK=best.values,
+    )

@@ -23,11 +23,12 @@ from strop.data.packing import Batch
 from strop.engines.base import Capabilities, ForwardBackward, Loss, OptimOutcome, OptimParams
 from strop.engines.fsdp2.optimizer import build_optimizers, parameter_groups
 from strop.engines.fsdp2.resident import Away
+from strop.engines.fsdp2.scoring import Scorer
 from strop.errors import CheckpointError, EngineError
 from strop.models.attention import PackedAttention
 from strop.models.heads import values
 from strop.models.loading import LanguageModel
-from strop.ops.logprobs import Entropy, Head, HeadImpl, score_targets
+from strop.ops.logprobs import Entropy
 from strop.types import Metrics, Outputs, Want, merge_metrics
 
 InputsT = TypeVar("InputsT")
@@ -45,7 +46,7 @@ class Fsdp2Engine:
         self.trainable = trainable
         self.capabilities = Capabilities(shared_prefix=True, value_head=model.value_head is not None)
         self.data_parallel = 1
-        self._head_impl = HeadImpl(config.head)
+        self._scorer = Scorer(model, config)
         self._away: Away | None = None
         model.module.requires_grad_(trainable)
         if config.activation_checkpointing and trainable:
@@ -73,52 +74,38 @@ class Fsdp2Engine:
         outputs: list[Outputs] = []
         metrics: list[Metrics] = []
         for batch in batches:
-            live = self._outputs(batch, want | loss.want, Entropy.GRADIENT if loss.want.entropy else Entropy.VALUE)
+            summed: Tensor | None = None
+            if self.model.value_head is None and self._scorer.fuses(loss):
+                live, summed = self._scorer.learn(self._hidden(batch, want | loss.want), batch, want | loss.want, loss)
+            else:
+                live = self._outputs(batch, want | loss.want, Entropy.GRADIENT if loss.want.entropy else Entropy.VALUE)
             loss_T, measured = loss(live, batch.inputs, batch.layout, batch.mask_T)
             if loss_T.shape != batch.targets_T.shape:
                 raise EngineError(f"the loss returned {tuple(loss_T.shape)} for targets {tuple(batch.targets_T.shape)}")
-            weighted_T = torch.where(batch.mask_T, loss_T, 0.0) * batch.weights_T.to(loss_T.dtype)
-            if weighted_T.requires_grad:  # an all-masked batch has no rows and no graph, and adds nothing
-                weighted_T.sum().backward()
+            if summed is None:
+                summed = (torch.where(batch.mask_T, loss_T, 0.0) * batch.weights_T.to(loss_T.dtype)).sum()
+            if summed.requires_grad:  # an all-masked batch has no rows and no graph, and adds nothing
+                summed.backward()
             outputs.append(_detached(live))
             metrics.append(measured)
         return ForwardBackward(outputs=outputs, metrics=merge_metrics(metrics))
 
     def _outputs(self, batch: Batch[Any], want: Want, entropy: Entropy) -> Outputs:
-        """Run one batch. Only rows that the mask or `want.every_row` names go through the head.
+        """Run one batch. `entropy` is computed without a gradient unless the loss needs one."""
+        hidden_TD = self._hidden(batch, want)
+        if self.model.value_head is not None:
+            values_T = values(self.model.value_head, hidden_TD)
+            return Outputs(logprobs_T=torch.zeros_like(values_T), values_T=values_T)
+        return self._scorer.score(hidden_TD, batch, want, entropy)
 
-        `entropy` says how it is computed if it is wanted: without a gradient unless the loss needs one.
-        """
+    def _hidden(self, batch: Batch[Any], want: Want) -> Tensor:
+        """The body's hidden states [T, D]. EngineError for what this model cannot give."""
         if want.routes:
             raise EngineError("this engine gives no routes; see its capabilities")
         layout, device = batch.layout, self.model.device
         positions_T = torch.from_numpy(layout.positions_T).to(device)
         _check_want(want, self.model)
-        hidden_TD = self.model.hidden(batch.tokens_T.to(device), positions_T, PackedAttention(layout, self.model.impl))
-        if self.model.value_head is not None:
-            values_T = values(self.model.value_head, hidden_TD)
-            return Outputs(logprobs_T=torch.zeros_like(values_T), values_T=values_T)
-        rows_T = batch.targets_T >= 0 if want.every_row else batch.mask_T & (batch.targets_T >= 0)
-        rows_N = rows_T.nonzero()[:, 0]
-        head = self.model.head
-        scored = score_targets(
-            hidden_TD[rows_N],
-            Head(weight_VD=head.weight, bias_V=head.bias, softcap=self.model.softcap),
-            batch.targets_T[rows_N],
-            temperature_N=None if batch.temperature_T is None else batch.temperature_T[rows_N],
-            entropy=entropy if want.entropy else Entropy.NONE,
-            top_k=want.top_k,
-            impl=self._head_impl,
-        )
-        total = len(batch)
-        return Outputs(
-            logprobs_T=_spread(scored.logprobs_N, rows_N, total),
-            entropy_T=None if scored.entropy_N is None else _spread(scored.entropy_N, rows_N, total),
-            top_k_ids_TK=None if scored.top_k_ids_NK is None else _spread(scored.top_k_ids_NK, rows_N, total),
-            top_k_logprobs_TK=(
-                None if scored.top_k_logprobs_NK is None else _spread(scored.top_k_logprobs_NK, rows_N, total)
-            ),
-        )
+        return self.model.hidden(batch.tokens_T.to(device), positions_T, PackedAttention(layout, self.model.impl))
 
     async def zero_grad(self) -> None:
         self._here("zero_grad")
@@ -206,15 +193,12 @@ def _check_want(want: Want, model: LanguageModel) -> None:
         raise EngineError("a value model has no output matrix: it gives values (Want(values=True)) and nothing else")
 
 
-def _spread(values_N: Tensor, rows_N: Tensor, total: int) -> Tensor:
-    """Rows back to their places among `total`; the others are 0."""
-    return values_N.new_zeros((total, *values_N.shape[1:])).index_copy(0, rows_N, values_N)
-
-
 def _detached(live: Outputs) -> Outputs:
     return Outputs(
         logprobs_T=live.logprobs_T.detach(),
         entropy_T=None if live.entropy_T is None else live.entropy_T.detach(),
+        square_sums_T=live.square_sums_T,
+        ids_logprobs_TK=None if live.ids_logprobs_TK is None else live.ids_logprobs_TK.detach(),
         values_T=None if live.values_T is None else live.values_T.detach(),
         top_k_ids_TK=live.top_k_ids_TK,
         top_k_logprobs_TK=live.top_k_logprobs_TK,

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from strop.ops import logprobs
+from strop.ops import head_tiles
 from strop.ops.logprobs import Entropy, Head, HeadImpl, score_targets
 
 IMPLS = [HeadImpl.PLAIN, HeadImpl.CHUNKED]
@@ -16,8 +16,8 @@ IMPLS = [HeadImpl.PLAIN, HeadImpl.CHUNKED]
 
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Many chunks, the last one not full."""
-    monkeypatch.setattr(logprobs, "CHUNK_LOGITS", 16 * 13)
+    """Many tiles, the last ones not full."""
+    monkeypatch.setattr(head_tiles, "COLUMNS", 5)
 
 
 def inputs(n: int = 37, d: int = 5, v: int = 13, seed: int = 0) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
