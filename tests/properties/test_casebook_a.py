@@ -24,7 +24,6 @@ from tests.unit.data.groups import pack, segment, trained
 ROWS = {f"A{n:02d}" for n in (1, *range(3, 11), *range(12, 19), *range(20, 36), *range(37, 42), *range(43, 51))}
 
 CANNOT_APPLY = {
-    "A26": "The fault is a temperature that divides a critic's values. No engine gives values yet.",
     "A33": "The fault is in sums over ranks that share one sequence. No engine splits a sequence over ranks.",
     "A34": "The fault is in the backward pass of a gather over ranks. An engine is one process and gathers nothing.",
     "A35": "The fault is a gradient norm summed over the wrong ranks. An engine is one process and holds all of it.",
