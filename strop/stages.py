@@ -6,15 +6,18 @@ before a resume and after it.
 
 from __future__ import annotations
 
+from strop.config.imitation import BestOfNConfig, DistillConfig
 from strop.config.loops import SFTConfig
+from strop.config.model import ModelConfig
 from strop.config.policy import GRPOConfig
 from strop.config.preferences import DPOConfig
 from strop.data.stream import TaskStream
 from strop.engines.base import Engine
 from strop.engines.build import build_engine
 from strop.errors import EngineError
-from strop.loops import dpo, grpo, sft
-from strop.models.loading import LanguageModel
+from strop.loops import best_of_n, distill, dpo, grpo, sft
+from strop.models.loading import LanguageModel, load_model
+from strop.models.tokenizer import load_tokenizer, same_tokens
 from strop.parts import Parts
 from strop.track.run import Run
 
@@ -29,6 +32,10 @@ async def run_loops(parts: Parts, run: Run) -> None:
                 await _dpo(cfg, parts, run)
             case GRPOConfig():
                 await _grpo(cfg, parts, run)
+            case DistillConfig():
+                await _distill(cfg, parts, run)
+            case BestOfNConfig():
+                await _best_of_n(cfg, parts, run)
             case _:
                 raise EngineError(f"no loop runs the section {name}")  # a test runs every loop
 
@@ -88,6 +95,53 @@ async def _grpo(cfg: GRPOConfig, parts: Parts, run: Run) -> None:
         too_long=recipe.tasks.too_long,
         max_gap=recipe.sampler.max_gap,
         reference=None if start is None else await _frozen(start, "grpo", parts, run),
+    )
+
+
+async def _distill(cfg: DistillConfig, parts: Parts, run: Run) -> None:
+    recipe = parts.recipe
+    tasks = TaskStream(parts.train_tasks, seed=recipe.seed)
+    if not await run.begin("distill", parts.engine, tasks):
+        return
+    await distill.train(
+        cfg,
+        tasks=tasks,
+        player=parts.player(recipe.seed),
+        params=parts.params,
+        engine=parts.engine,
+        teachers=[_teacher(m, teacher.model, parts) for m, teacher in enumerate(cfg.teachers)],
+        vocab_size=parts.model.vocab_size,
+        sampler=parts.sampler,
+        evaluator=parts.evaluator(),
+        run=run,
+        packing=recipe.engine,
+        too_long=recipe.tasks.too_long,
+        max_gap=recipe.sampler.max_gap,
+    )
+
+
+def _teacher(m: int, config: ModelConfig, parts: Parts) -> Engine:
+    """A frozen engine over a model of its own, which speaks of the same tokens."""
+    same_tokens(parts.tokenizer, load_tokenizer(config), key=f"distill.teachers.{m}.model")
+    model = load_model(config, vocab_size=len(parts.tokenizer), seed=parts.recipe.seed)
+    return build_engine(parts.recipe.engine, model, trainable=False)
+
+
+async def _best_of_n(cfg: BestOfNConfig, parts: Parts, run: Run) -> None:
+    tasks = TaskStream(parts.train_tasks, seed=parts.recipe.seed)
+    if not await run.begin("best_of_n", parts.engine, tasks):
+        return
+    await best_of_n.train(
+        cfg,
+        tasks=tasks,
+        player=parts.player(parts.recipe.seed),
+        params=parts.params,
+        engine=parts.engine,
+        sampler=parts.sampler,
+        evaluator=parts.evaluator(),
+        run=run,
+        packing=parts.recipe.engine,
+        too_long=parts.recipe.tasks.too_long,
     )
 
 

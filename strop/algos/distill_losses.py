@@ -19,8 +19,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from strop.algos.losses import masked, masked_mean
-from strop.types import Metrics, Want
+from strop.algos.losses import masked, masked_max, masked_mean
+from strop.types import Layout, Metrics, Outputs, Want
 
 Float64s = NDArray[np.float64]
 
@@ -48,10 +48,10 @@ class Tail(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DistillInputs:
-    """Constants, aligned to the batch's targets. Columns m K to (m + 1) K belong to teacher m."""
+    """Constants, aligned to the batch's targets. Columns m K to (m + 1) K belong to teacher m, and so do those of the
+    batch's `ids_TK`, which say which tokens they speak of."""
 
     behavior_logprobs_T: Tensor  # of the sampled tokens when they were sampled; to measure with
-    teacher_ids_TK: Tensor  # int64 [T, M K]
     teacher_logprobs_TK: Tensor  # [T, M K]; -inf where the student has no such token, which then is no outcome
     teacher_weights_TM: Tensor  # [T, M]; 0 where a teacher does not teach, and its columns may then hold anything
 
@@ -75,6 +75,15 @@ class Distillation:
     @property
     def want(self) -> Want:
         return Want()
+
+    def __call__(
+        self, outputs: Outputs, inputs: DistillInputs, layout: Layout, mask_T: Tensor
+    ) -> tuple[Tensor, Metrics]:
+        if outputs.ids_logprobs_TK is None:
+            raise ValueError("the engine gave no ids_logprobs_TK: the batch must name the teachers' tokens in ids_TK")
+        loss_T, metrics = self.of(outputs.ids_logprobs_TK, inputs, mask_T)
+        gap_T = masked(outputs.logprobs_T.detach() - inputs.behavior_logprobs_T, mask_T)
+        return loss_T, metrics | {"policy/gap_max": masked_max(gap_T.abs(), mask_T)}
 
     def of(self, student_TK: Tensor, inputs: DistillInputs, mask_T: Tensor) -> tuple[Tensor, Metrics]:
         """(loss [T], metrics) from the student's live logprobs [T, M K] at the teachers' ids."""

@@ -46,6 +46,18 @@ def present(rewards_PG: Float64s) -> Bools:
     return ~np.isnan(rewards_PG)
 
 
+def best(rewards_PG: Float64s, *, keep: int, at_least: float) -> Bools:
+    """Which attempts to imitate: bool [P, G], in each group the `keep` with the largest rewards, none below `at_least`.
+
+    Of attempts with equal rewards the earlier ones. A missing reward is never among them: it is no small reward.
+    Rejection sampling (arXiv 2308.01825), best of n (2304.06767).
+    """
+    live_PG = present(rewards_PG)
+    order_PG = np.argsort(np.where(live_PG, -rewards_PG, np.inf), axis=1, kind="stable")
+    rank_PG = np.argsort(order_PG, axis=1, kind="stable")
+    return live_PG & (rank_PG < keep) & (np.where(live_PG, rewards_PG, -np.inf) >= at_least)
+
+
 def overlong_penalty(lengths_N: Counts, *, max_length: int, buffer: int, factor: float = 1.0) -> Float64s:
     """What to add to the reward of a reply of each length, in tokens: DAPO's soft overlong punishment, float64 [N].
 

@@ -12,6 +12,8 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
+from strop.config.activations import ActivationsConfig
+from strop.config.imitation import BestOfNConfig, DistillConfig
 from strop.config.loops import LoopConfig, SFTConfig
 from strop.config.model import ModelConfig
 from strop.config.policy import GRPOConfig
@@ -126,8 +128,8 @@ class EngineConfig(Section):
     head_rows: Positive = 256
     """Tokens whose logits are in flight at once in a `chunked`, `fused` or `triton` head: 4 bytes times this and 2048,
     and the whole vocabulary instead in `fused`."""
-    activation_checkpointing: bool = False
-    """Keep only each layer's input and compute the rest again in the backward pass."""
+    activations: ActivationsConfig = ActivationsConfig()
+    """What a forward pass keeps for its backward pass, and where."""
     max_skipped_steps: Positive = 3
     """Stop after this many optimizer steps in a row were skipped for non-finite gradients."""
 
@@ -199,7 +201,7 @@ class RunConfig(Section):
     """Draw progress in the terminal when there is one."""
 
 
-LOOPS = ("sft", "dpo", "reward_model", "grpo")
+LOOPS = ("sft", "dpo", "reward_model", "grpo", "distill", "best_of_n")
 """The sections of a recipe that are loops, in the order in which they run."""
 NO_LOOP = f"there is no loop to run: add one or more of the sections {', '.join(LOOPS)}"
 
@@ -233,6 +235,10 @@ class Recipe(Section):
     """A reward model, instead of a policy; null leaves it out."""
     grpo: GRPOConfig | None = None
     """Group-relative policy optimisation; null leaves it out."""
+    distill: DistillConfig | None = None
+    """On-policy distillation; null leaves it out."""
+    best_of_n: BestOfNConfig | None = None
+    """Best-of-n fine-tuning, or rejection sampling; null leaves it out."""
     run: RunConfig = RunConfig()
     """The run folder and what is written into it."""
 
@@ -251,6 +257,8 @@ class Recipe(Section):
             "dpo": self.dpo,
             "reward_model": self.reward_model,
             "grpo": self.grpo,
+            "distill": self.distill,
+            "best_of_n": self.best_of_n,
         }
         return {name: loop for name, loop in named.items() if loop is not None}
 

@@ -38,6 +38,19 @@ def _from_folder(folder: Path) -> PreTrainedTokenizerBase:
         raise ConfigError(f"model.tokenizer: no tokenizer can be loaded from {folder}: {error}") from error
 
 
+def same_tokens(ours: PreTrainedTokenizerBase, theirs: PreTrainedTokenizerBase, *, key: str) -> None:
+    """Raises ConfigError when two models do not mean the same by the same ids; `key` names the other one's."""
+    own, other = ours.get_vocab(), theirs.get_vocab()
+    if own == other:
+        return
+    names = [name for name in sorted({*own, *other}) if own.get(name) != other.get(name)]
+    shown = ", ".join(f"{name!r} is {own.get(name, 'none')} and {other.get(name, 'none')}" for name in names[:3])
+    raise ConfigError(
+        f"{key} has another tokenizer than model: the ids of {len(names)} tokens differ ({shown}); two models can only "
+        "be compared over the same tokens, so take one of the same family"
+    )
+
+
 def end_tokens(config: ModelConfig, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
     """Every id that ends a text: the tokenizer's, and all that the model's generation config lists."""
     own = tokenizer.eos_token_id
