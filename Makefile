@@ -63,11 +63,11 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 
 $(VENV)/.installed-dev: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(PIP) --constraint constraints.txt --editable ".[dev,track]"
+	$(PIP) --constraint constraints.txt --editable ".[dev,track,kernels]"
 	touch $(VENV)/.installed $@
 
 $(VENV)/.installed-mutants: $(VENV)/.installed-dev
-	$(PIP) --constraint constraints.txt --editable ".[dev,track,mutants]"
+	$(PIP) --constraint constraints.txt --editable ".[dev,track,kernels,mutants]"
 	touch $@
 
 # The other side of the benchmark, with the versions it was measured with.

@@ -17,6 +17,7 @@ GIB = 2**30
 
 # Import names of what each extra of the package brings, and what it is for.
 EXTRAS: Mapping[str, tuple[str, tuple[str, ...]]] = {
+    "kernels": ("the triton and liger heads", ("liger_kernel", "triton")),
     "vllm": ("sampling with vLLM", ("vllm",)),
     "ray": ("training on several machines", ("ray",)),
     "server": ("serving the trainer over HTTP", ("fastapi", "uvicorn")),

@@ -35,6 +35,7 @@ from strop.models.gguf_file import GGUFFile
 from strop.models.loading import DTYPES, CacheShape, LanguageModel, fresh_config, model_folder, refuse_unpackable
 from strop.models.package import cached_package
 from strop.models.tokenizer import end_tokens, load_tokenizer
+from strop.ops.logprobs import HeadImpl, require
 from strop.ops.select import Impl, resolve
 from strop.tokens.base import Renderer
 from strop.tokens.build import build_renderer
@@ -332,6 +333,15 @@ def _check_engine(recipe: Recipe, facts: _Facts) -> None:
         value_channels=shape.channels,
     )
     skeleton = LanguageModel(module=facts.skeleton, impl=Impl.TORCH, cache_shape=cache)
+    facts.attempt(
+        lambda: require(
+            HeadImpl(engine.head),
+            device=torch.device("cpu"),
+            dtype=DTYPES[recipe.model.dtype],
+            softcap=skeleton.softcap,
+            bias=skeleton.head.bias is not None,
+        )
+    )
     needs = Capabilities(shared_prefix=engine.share_prefixes)
     lacks = build_engine(engine, skeleton, trainable=False).capabilities.missing(needs)
     if lacks:

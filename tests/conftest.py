@@ -18,6 +18,9 @@ import numpy as np
 import pytest
 import torch
 
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"  # read when a module of kernels is imported: they run on the CPU then
+
 torch.set_num_threads(1)
 torch.set_num_interop_threads(1)
 

@@ -13,11 +13,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib import import_module
+from importlib.util import find_spec
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from strop.errors import ConfigError
 from strop.ops.head import IGNORED, ROWS, Ask, Entropy, Head, HeadImpl, LowRank, Scored, Shard
 from strop.ops.head_stream import Inputs, Pass, TorchKernels, learn, score
 from strop.ops.head_tiles import BANNED, Summary
@@ -32,11 +35,40 @@ __all__ = [
     "Scored",
     "Shard",
     "learn_targets",
+    "require",
     "score_targets",
 ]
 
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
 RowsLoss = Callable[[Tensor, Scored], Tensor]
 """From some rows, their indices [n] and what was found there (live), to the sum of their losses."""
+
+
+def require(
+    impl: HeadImpl, *, device: torch.device, dtype: torch.dtype, softcap: float | None = None, bias: bool = False
+) -> None:
+    """Raises ConfigError, with the remedy, when a head of this form cannot run here, or not for such a model."""
+    others = "plain, chunked or fused"
+    if impl is HeadImpl.TRITON:
+        if find_spec("triton") is None:
+            raise ConfigError(f"engine.head=triton needs the package triton: pip install triton, or take {others}")
+        interpreted = import_module("triton").knobs.runtime.interpret
+        if device.type == "cpu" and not interpreted:
+            raise ConfigError(
+                "engine.head=triton needs a GPU (or TRITON_INTERPRET=1, which is for tests), and the model is on the "
+                f"CPU: take {others}"
+            )
+        if dtype not in DTYPES and not interpreted:
+            raise ConfigError(f"engine.head=triton multiplies no {dtype} on a GPU: take {others}")
+    if impl is HeadImpl.LIGER:
+        if find_spec("liger_kernel") is None:
+            raise ConfigError(
+                f"engine.head=liger needs the package liger-kernel: pip install liger-kernel, or take {others}"
+            )
+        lacks = [name for name, has in (("a soft cap", softcap is not None), ("a bias", bias)) if has]
+        if lacks:
+            raise ConfigError(f"engine.head=liger: this model's head has {' and '.join(lacks)}, take {others}")
 
 
 def score_targets(

@@ -16,7 +16,7 @@ from strop.config.recipe import EngineConfig
 from strop.data.packing import Batch
 from strop.engines.base import Loss
 from strop.models.loading import LanguageModel
-from strop.ops.logprobs import Entropy, Head, HeadImpl, Scored, learn_targets, score_targets
+from strop.ops.logprobs import Entropy, Head, HeadImpl, Scored, learn_targets, require, score_targets
 from strop.types import Outputs, Want
 
 InputsT = TypeVar("InputsT")
@@ -24,10 +24,27 @@ InputsT = TypeVar("InputsT")
 
 @dataclass(frozen=True, slots=True)
 class Scorer:
-    """The head of `model`, in the form that `config` names."""
+    """The head of `model`, in the form that `config` names. Raises ConfigError when that form cannot be had."""
 
     model: LanguageModel
     config: EngineConfig
+
+    def __post_init__(self) -> None:
+        if self.model.device.type != "meta":
+            self.check(self.model, self.config, self.model.device)
+
+    @staticmethod
+    def check(model: LanguageModel, config: EngineConfig, device: torch.device) -> None:
+        """ConfigError when the form that `config` names cannot run on `device`, or not for this model."""
+        if model.value_head is None:
+            head = model.head
+            require(
+                HeadImpl(config.head),
+                device=device,
+                dtype=head.weight.dtype,
+                softcap=model.softcap,
+                bias=head.bias is not None,
+            )
 
     def fuses(self, loss: Loss[Any]) -> bool:
         """Whether `learn` does for this loss what `score`, the loss and autograd would do."""
