@@ -31,7 +31,7 @@ LINEAR = {
     "linear_num_key_heads": 2,
     "linear_num_value_heads": 4,
     "linear_key_head_dim": 8,
-    "linear_value_head_dim": 6,
+    "linear_value_head_dim": 16,
 }
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {**COMMON, "tie_word_embeddings": True},
@@ -94,8 +94,10 @@ def tiny_module(family: str, attention: str = NAME, seed: int = 0) -> PreTrained
     module = AutoModelForCausalLM.from_config(tiny_config(family), attn_implementation=attention)
     with torch.no_grad():
         for name, parameter in module.named_parameters():
-            if parameter.ndim >= 2:
-                parameter.normal_(0.0, 0.2)
+            if "A_log" in name:
+                parameter.uniform_(-3.0, -1.0)  # states that last: a leak of what has faded would not be seen
+            elif parameter.ndim >= 2:
+                parameter.normal_(0.0, 0.5 if "conv1d" in name else 0.2)
             elif "norm" not in name and "sinks" not in name:
                 parameter.normal_(0.0, 0.05)
     return module

@@ -2,7 +2,7 @@
 
 `sample` puts a request into the scheduler's queue and waits. One task runs steps while there is work:
 
-    scheduler.plan -> model.hidden -> copy shared pages -> model.logits -> draw -> append -> who has ended?
+    scheduler.plan -> model.hidden -> copy shared pages and states -> model.logits -> draw -> append -> who has ended?
 
 A step is a plain function, and between two steps the event loop runs everybody else. So whatever happens to the sampler
 (new weights, a cancelled request) happens at a token boundary, without locks or threads.
@@ -27,6 +27,7 @@ from strop.rollout.builtin.draw import Drawn, draw
 from strop.rollout.builtin.pages import PagePool, pages_for
 from strop.rollout.builtin.rows import Request, Rows
 from strop.rollout.builtin.scheduler import Plan, Scheduler
+from strop.rollout.builtin.states import Snapshots, StateCache, StatePass
 from strop.tokens.stops import StopStrings
 from strop.types import Completion, Float32s, Layout, Prompt, SamplingParams, Stop
 
@@ -34,6 +35,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from strop.models.loading import LanguageModel
+
+SHARE_OF_SNAPSHOTS = 4  # one for each so many running requests: groups share prompts
 
 
 class BuiltinSampler:
@@ -58,9 +61,13 @@ class BuiltinSampler:
         self._version = 0
         self._cache_tokens = cache_tokens
         self._max_tokens = min(model.max_length, cache_tokens)  # of one request, prompt included
+        self._place = {layer: place for place, layer in enumerate(model.cache_shape.layers)}
+        self._num_slots = max_running + max(1, max_running // SHARE_OF_SNAPSHOTS)
+        snapshots = Snapshots(max_running, self._num_slots - max_running) if model.cache_shape.states else None
         pool = PagePool(pages_for(cache_tokens))
-        self._scheduler = Scheduler(pool, Rows(max_running, self._max_tokens), prefill_tokens)
+        self._scheduler = Scheduler(pool, Rows(max_running, self._max_tokens), prefill_tokens, snapshots)
         self._cache: PagedKV | None = self._new_cache()
+        self._states: StateCache | None = self._new_states()
         self._driver: asyncio.Task[None] | None = None
 
     @property
@@ -69,8 +76,8 @@ class BuiltinSampler:
 
     @property
     def cache_bytes(self) -> int:
-        """Memory that keys and values take now: 0 asleep."""
-        return 0 if self._cache is None else self._cache.num_bytes
+        """Memory that keys, values and states take now: 0 asleep."""
+        return sum(cache.num_bytes for cache in (self._cache, self._states) if cache is not None)
 
     async def sample(self, prompt: Prompt, params: SamplingParams) -> Completion:
         self._check(prompt, params)
@@ -105,12 +112,17 @@ class BuiltinSampler:
     async def sleep(self) -> None:
         if self._scheduler.busy:
             raise RolloutError("the sampler was told to sleep while requests run; await or cancel them first")
-        self._scheduler.pool.forget_all()
-        self._cache = None
+        self._scheduler.forget_all()
+        self._cache = self._states = None
 
     async def wake(self) -> None:
         if self._cache is None:
             self._cache = self._new_cache()
+            self._states = self._new_states()
+
+    def _new_states(self) -> StateCache | None:
+        model, shape = self._model, self._model.cache_shape.states
+        return None if shape is None else StateCache(shape, self._num_slots, dtype=model.dtype, device=model.device)
 
     def _new_cache(self) -> PagedKV:
         model, shape = self._model, self._model.cache_shape
@@ -207,8 +219,13 @@ class BuiltinSampler:
         """Logits [M, V] of the planned pass."""
         if self._cache is None:
             raise RolloutError("the sampler sleeps; call wake() before sample()")
+        states = None
+        if plan.states is not None and self._states is not None:
+            states = StatePass.of(plan.states, self._states, self._model.impl)
         attention = CachedAttention(
             cache=self._cache,
+            place=self._place,
+            states=states,
             tables_RB=self._tensor(self._scheduler.rows.tables_RB),
             row_T=self._tensor(plan.row_T),
             slot_T=self._tensor(plan.slot_T),
@@ -217,6 +234,8 @@ class BuiltinSampler:
         hidden_TD = self._model.hidden(self._tensor(plan.token_T), self._tensor(plan.position_T), attention)
         for src, dst in plan.copies:
             self._cache.copy_page(src, dst)
+        if plan.states is not None and self._states is not None:
+            self._states.copy([(leader, twin) for twin, leader in plan.states.twins])
         if len(plan.last_M) < len(plan.token_T):
             hidden_TD = hidden_TD[self._tensor(plan.last_M)]
         return self._model.logits(hidden_TD)
@@ -237,7 +256,7 @@ class BuiltinSampler:
             request = self._scheduler.finish(int(row_N[n]))
             if broken_N[n]:
                 _fail([request], "the model's logits were not finite numbers; look at its weights")
-                self._scheduler.pool.forget_all()  # nobody may continue from what such a request left
+                self._scheduler.forget_all()  # nobody may continue from what such a request left
             elif not request.answer.done():
                 request.answer.set_result(request.completion(Stop.TOKEN if stopped_N[n] else Stop.LENGTH))
 

@@ -9,7 +9,8 @@ some request always ends: there is no deadlock. A request is admitted only while
 remain free, so that it can run for some steps before anybody is interrupted.
 
 Requests with the same prompt that are admitted in one step are twins: one of them computes the prompt, all draw from
-its last hidden state, and only the last, partly filled page is copied.
+its last hidden state, and only the last, partly filled page is copied; and the state, where the model has linear
+attention. Such a model can start from known pages only where a snapshot of its state is known too.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from strop.ops.paged import PAGE
 from strop.rollout.builtin.draw import Int64s
 from strop.rollout.builtin.pages import PagePool, extend_digests, pages_for
 from strop.rollout.builtin.rows import Request, Rows
+from strop.rollout.builtin.states import Snapshots, StatePlan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,6 +39,7 @@ class Plan:
     row_N: Int64s
     of_N: Int64s | None  # index into M for each drawing row; None when they are the same
     copies: list[tuple[int, int]]  # pages to copy after the pass
+    states: StatePlan | None  # None for a model without linear attention
 
 
 @dataclass(slots=True)
@@ -47,14 +50,17 @@ class _Prefill:
     spans: list[tuple[int, int, int]]  # (row, first position, end)
     leaders: dict[bytes, int]  # text -> the row that computes its end in this step
     twins: list[tuple[int, int]]  # (row, its leader's row)
+    cuts: dict[int, tuple[int, int]]  # row -> the position whose state is kept, and its slot
+    restores: list[tuple[int, int]]  # (slot of a state, row that starts from it)
 
 
 class Scheduler:
     """The queue of waiting requests and the rows of running ones, oldest first."""
 
-    def __init__(self, pool: PagePool, rows: Rows, prefill_tokens: int) -> None:
+    def __init__(self, pool: PagePool, rows: Rows, prefill_tokens: int, snapshots: Snapshots | None = None) -> None:
         self.pool = pool
         self.rows = rows
+        self._snapshots = snapshots  # for a model with linear attention: its states cannot be found in pages
         self._prefill_tokens = prefill_tokens
         self._waiting: deque[Request] = deque()
         self._running: list[int] = []
@@ -74,10 +80,12 @@ class Scheduler:
     def plan(self) -> Plan:
         """The next forward pass. Call only while `busy`; its tokens count as computed from here on."""
         self._make_room()
+        if self._snapshots is not None:
+            self._snapshots.settle()
         rows, running_N = self.rows, self._as_array()
         pending_N = rows.length_R[running_N] - rows.computed_R[running_N]
         steady_N = running_N[pending_N == 1]
-        prefill = _Prefill(self._prefill_tokens, [], {}, [])
+        prefill = _Prefill(self._prefill_tokens, [], {}, [], {}, [])
         for row in running_N[pending_N > 1].tolist():
             self._compute_prompt(row, prefill)
         while self._waiting and rows.num_free and self._admit(self._waiting[0], prefill):
@@ -105,7 +113,13 @@ class Scheduler:
         """Send the running requests back to the queue, oldest in front, and forget what the pages hold."""
         while self._running:
             self._interrupt()
+        self.forget_all()
+
+    def forget_all(self) -> None:
+        """Nobody may continue from what was computed before."""
         self.pool.forget_all()
+        if self._snapshots is not None:
+            self._snapshots.forget_all()
 
     def abandon(self) -> list[Request]:
         """Drop the requests that a failed step took part in: the running ones, or all when it failed before any ran."""
@@ -114,7 +128,7 @@ class Scheduler:
             request, pages = self._leave(row)
             self.pool.release(pages)
             failed.append(request)
-        self.pool.forget_all()  # pages that the step should have filled were published before it ran
+        self.forget_all()  # pages that the step should have filled were published before it ran
         if not failed:
             failed, self._waiting = list(self._waiting), deque()
         return failed
@@ -148,7 +162,7 @@ class Scheduler:
         """Give a waiting request its pages and a row; False when it has to wait longer."""
         tokens = request.text.tokens
         text = tokens.tobytes()
-        leader = prefill.leaders.get(text)
+        leader, slot = prefill.leaders.get(text), None
         if leader is None and prefill.budget == 0:
             return False
         if leader is None:
@@ -156,6 +170,10 @@ class Scheduler:
             known = (len(tokens) - 1) // PAGE
             extend_digests(request.digests, tokens, known)
             shared = self.pool.match(request.digests[:known])
+            if self._snapshots is not None:  # pages are of use as far as a state is known
+                count, slot = self._snapshots.find(request.digests[: len(shared)])
+                self.pool.release(shared[count:])
+                shared = shared[:count]
         else:
             shared = self.rows.pages[leader][: len(tokens) // PAGE]
             self.pool.share(shared)
@@ -166,6 +184,8 @@ class Scheduler:
         row = self.rows.enter(request, shared + self.pool.take(needed), len(shared) * PAGE)
         self._running.append(row)
         self._running_N = None
+        if slot is not None:
+            prefill.restores.append((slot, row))
         if leader is None:
             self._compute_prompt(row, prefill)
         else:
@@ -185,6 +205,11 @@ class Scheduler:
         extend_digests(request.digests, request.text.tokens, end // PAGE)
         for page in range(first // PAGE, end // PAGE):
             self.pool.publish(rows.pages[row][page], request.digests[page])
+        if self._snapshots is not None:
+            # the last page's end that others with this prompt can start from: they compute its last token themselves
+            page = (request.num_prompt - 1) // PAGE
+            if first < page * PAGE <= end and (slot := self._snapshots.take(request.digests[page - 1])) is not None:
+                prefill.cuts[row] = page * PAGE, slot
         rows.computed_R[row] = end
 
     def _assemble(self, steady_N: Int64s, prefill: _Prefill) -> Plan:
@@ -221,4 +246,7 @@ class Scheduler:
                 for twin, leader in prefill.twins
                 if rows.length_R[twin] % PAGE
             ],
+            states=None
+            if self._snapshots is None
+            else StatePlan(steady_N, prefill.spans, prefill.cuts, prefill.restores, prefill.twins),
         )
