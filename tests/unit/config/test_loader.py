@@ -11,10 +11,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from strop.config import yaml12
+from strop.config.activations import ActivationsConfig
 from strop.config.loader import _section, all_keys, dump_recipe, load_recipe, read_recipe, section_of
 from strop.config.loops import ScheduleConfig, SFTConfig
 from strop.config.model import Kernels, ModelConfig
-from strop.config.policy import AdvantageConfig, CorrectionConfig, GRPOConfig, KindSection, KLConfig, PolicyLossConfig, RejectConfig
+from strop.config.policy import (
+    AdvantageConfig,
+    CorrectionConfig,
+    GRPOConfig,
+    KindSection,
+    KLConfig,
+    PolicyLossConfig,
+    RejectConfig,
+)
 from strop.config.recipe import (
     LOOPS,
     NO_LOOP,
@@ -278,6 +287,47 @@ def test_groups_of_parameters_are_checked_as_sections(override: str, words: str)
     assert words in sentence
 
 
+@pytest.mark.parametrize(
+    ("override", "sentence"),
+    [
+        ("distill={teachers: []}", "distill.teachers is []: it must have 1 values"),
+        ("distill={teachers: [{model: {paht: t}}]}", "unknown key distill.teachers.0.model.paht: did you mean path?"),
+        (
+            "distill={teachers: [{model: {path: t}, wieght: 1}]}",
+            "unknown key distill.teachers.0.wieght: did you mean weight?",
+        ),
+        ("distill={teachers: [{model: {path: t}, weight: 0}]}", "distill.teachers.0.weight is 0: it must be above 0"),
+        (
+            "distill={teachers: [{model: {path: t}}], objective: {kind: reward, top_k: 4}}",
+            "kind reward has no top_k; it has discount",
+        ),
+        ("best_of_n={keep: 8}", "keep 8 must be less than the group_size 8 to choose among"),
+    ],
+)
+def test_loops_that_imitate_are_checked(override: str, sentence: str) -> None:
+    """C08: an element of a list of sections is checked like any section, and named by its place."""
+    assert any(sentence in problem for problem in problems(MINIMAL, override))
+
+
+def test_a_teachers_paths_start_at_the_recipe(tmp_path: Path) -> None:
+    file = tmp_path / "r.yaml"
+    file.write_text(BASE + "distill: {teachers: [{model: {path: t, tokenizer: u}}, {model: {path: /v}}]}\n")
+    recipe = load_recipe(file)
+    assert recipe.distill is not None
+    first, second = (teacher.model for teacher in recipe.distill.teachers)
+    assert (first.path, first.tokenizer) == (str(tmp_path / "t"), str(tmp_path / "u"))
+    assert (second.path, second.tokenizer) == ("/v", None)
+    assert read(dump_recipe(recipe)) == recipe
+
+
+def test_activation_options_that_do_nothing_are_refused() -> None:
+    assert problems(MINIMAL, "engine.activations.offload_modules=[x]") == [
+        "engine.activations: offload_modules has no effect without offload: set it to true"
+    ]
+    (sentence,) = problems(MINIMAL, "engine.activations={checkpoint_every: 2, checkpoint_modules: [x]}")
+    assert "exclude each other" in sentence
+
+
 def test_nothing_is_interpolated() -> None:
     recipe = read(MINIMAL, "renderer.system='${seed} {recipe} $HOME'")
     assert recipe.renderer.system == "${seed} {recipe} $HOME"
@@ -301,6 +351,8 @@ def _strategy(section: type[Section]) -> st.SearchStrategy[Any]:
         fields["reject"] = st.builds(RejectConfig, divergence=st.sampled_from(["none", "k2", "k3"]), high=fractions)
         fields["advantage"] = _strategy(AdvantageConfig).filter(lambda a: a.compares_within_groups)
         fields["drop_uniform_groups"] = st.just(True)
+    if section is ActivationsConfig:
+        fields["checkpoint_modules"], fields["offload"] = st.just(()), st.just(True)
     if section is EvaluateConfig:
         fields["every"] = st.integers(1, 9)
     return st.builds(section, **fields)
@@ -422,9 +474,11 @@ def test_names_are_not_taken_for_paths(tmp_path: Path) -> None:
 # Every option ---------------------------------------------------------------------------------------------------------
 
 
-FULL = BASE + "sft: {}\ngrpo: {}\nevaluate: {every: 1}\n"
+FULL = BASE + "sft: {}\ngrpo: {}\nevaluate: {every: 1}\nengine: {activations: {offload: true}}\n"
 BEFORE = read(FULL)
 WRITTEN = dump_recipe(BEFORE)
+# The loops that have no defaults of their own, or that are not in FULL: a recipe has them beside the rest.
+BESIDE = {"distill": "distill: {teachers: [{model: {path: t}}]}\n", "best_of_n": "best_of_n: {}\n"}
 # Keys with no second value yet, or that exclude each other.
 ONE_VALUE = {"engine.kind", "sampler.kind"}
 # What an option needs beside it, in whichever loop has it; and what a kind must be given.
@@ -448,6 +502,10 @@ def flipped(key: str, value: Any, annotation: Any) -> Any:
         return value + 1
     if isinstance(value, float):
         return value * 0.5 if value else 0.25
+    if key == "distill.teachers":
+        return [{"model": {"path": "u"}}]
+    if key == "distill.objective.tail":
+        return "dropped"
     if isinstance(value, tuple):
         return [0.5, 0.5] if key.endswith("betas") else ["x"]
     if isinstance(value, str):
@@ -476,12 +534,13 @@ def test_every_option_reaches_the_resolved_recipe(key: str) -> None:
         given = {knob: 2 for knob, value in kinds.KNOBS[chosen].items() if value is ...}
         with_it += [f"{'.'.join(names[:-1])}={yaml12.inline({'kind': chosen} | KNOWN.get(chosen, given))}"]
     with_it = [one.replace("{loop}", names[0]) for one in with_it]
-    section: Any = read(FULL, *with_it)
+    full = FULL + BESIDE.get(names[0], "")
+    section: Any = read(full, *with_it)
     before = section.model_dump()
     for name in names[:-1]:
         section = dict(section)[name]
     new = flipped(key, dict(section)[names[-1]], type(section).model_fields[names[-1]].annotation)
-    after = read(FULL, *with_it, f"{key}={yaml12.inline(new)}")
+    after = read(full, *with_it, f"{key}={yaml12.inline(new)}")
     changed = _differences(before, after.model_dump())
     whole = key.removesuffix(".kind")  # a kind brings its own knobs along
     assert {name for name in changed if name == whole or name.startswith(f"{whole}.")} == set(changed) != set()
