@@ -74,7 +74,7 @@ class Distillation:
 
     @property
     def want(self) -> Want:
-        return Want()
+        return Want(per_row=True)
 
     def __call__(
         self, outputs: Outputs, inputs: DistillInputs, layout: Layout, mask_T: Tensor

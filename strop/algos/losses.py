@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -75,13 +76,15 @@ class PolicyLoss(ABC):
     sampled where not (bypass). Raises ValueError when a term's numbers are not there, or inputs differ in shape.
     """
 
+    per_row: ClassVar[bool] = False  # whether a token's loss depends on its own row alone; see `Want.per_row`
+
     kl_coefficient: float = 0.0
     kl_estimator: Estimator = Estimator.K3
     entropy_coefficient: float = 0.0
 
     @property
     def want(self) -> Want:
-        return Want(entropy=self.entropy_coefficient != 0.0)
+        return Want(entropy=self.entropy_coefficient != 0.0, per_row=self.per_row)
 
     @abstractmethod
     def surrogate(self, at: Scored, layout: Layout) -> tuple[Tensor, Metrics]:
@@ -163,6 +166,8 @@ class ClippedSurrogate(PolicyLoss):
     Raises ValueError for bounds outside 0 <= clip_low <= 1, clip_high >= 0, dual_clip > 1.
     """
 
+    per_row: ClassVar[bool] = True
+
     clip_low: float
     clip_high: float
     dual_clip: float | None = None
@@ -199,6 +204,8 @@ class ClippedSurrogate(PolicyLoss):
 class ImportanceSampling(PolicyLoss):
     """-A ratio, unclipped: the policy gradient of another policy's data. The Tinker protocol's loss of that name."""
 
+    per_row: ClassVar[bool] = True
+
     def surrogate(self, at: Scored, layout: Layout) -> tuple[Tensor, Metrics]:
         return -at.advantages_T * at.log_ratio_T.exp(), {}
 
@@ -206,6 +213,8 @@ class ImportanceSampling(PolicyLoss):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PolicyGradient(PolicyLoss):
     """-A logprob: REINFORCE (Williams 1992), RLOO, ReMax, OPO and GPG (arXiv 2504.02546), which differ in A alone."""
+
+    per_row: ClassVar[bool] = True
 
     def surrogate(self, at: Scored, layout: Layout) -> tuple[Tensor, Metrics]:
         return -at.advantages_T * at.logprobs_T, {}
@@ -219,6 +228,8 @@ class CISPO(PolicyLoss):
     1 - low and 1 + high are written out, and TRL's epsilon_high is `ratio_max`. Raises ValueError unless
     0 <= ratio_min <= 1 <= ratio_max.
     """
+
+    per_row: ClassVar[bool] = True
 
     ratio_min: float = 0.0
     ratio_max: float
@@ -244,6 +255,8 @@ class SAPO(PolicyLoss):
     both are positive.
     """
 
+    per_row: ClassVar[bool] = True
+
     temperature_good: float = 1.0
     temperature_bad: float = 1.05
 
@@ -266,6 +279,8 @@ class DRO(PolicyLoss):
     As the Tinker protocol writes it; `beta` is 0.05 in its examples.
     """
 
+    per_row: ClassVar[bool] = True
+
     beta: float
 
     def surrogate(self, at: Scored, layout: Layout) -> tuple[Tensor, Metrics]:
@@ -280,6 +295,8 @@ class DPPO(PolicyLoss, ABC):
     than `low` (A < 0) or `high` (A > 0) apart, by a divergence of the two outcomes "this token" and "another"
     (arXiv 2602.04879). Ratios are unfair to rare tokens; this is not. Raises ValueError for a negative bound.
     """
+
+    per_row: ClassVar[bool] = True
 
     low: float
     high: float
@@ -347,6 +364,8 @@ class KLCov(PolicyLoss):
     Those are of the whole step (arXiv 2505.22617). Raises ValueError when nothing was selected.
     """
 
+    per_row: ClassVar[bool] = True
+
     coefficient: float = 1.0
 
     def surrogate(self, at: Scored, layout: Layout) -> tuple[Tensor, Metrics]:
@@ -369,7 +388,7 @@ class CrossEntropy:
 
     @property
     def want(self) -> Want:
-        return Want()
+        return Want(per_row=True)
 
     def __call__(self, outputs: Outputs, inputs: None, layout: Layout, mask_T: Tensor) -> tuple[Tensor, Metrics]:
         loss_T = -masked(outputs.logprobs_T, mask_T)

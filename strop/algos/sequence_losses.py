@@ -8,6 +8,7 @@ layout's: a branch counts its own trained tokens only, since what it shares with
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -36,6 +37,8 @@ class GSPO(ClippedSurrogate):
     arXiv 2507.18071, eqs. 5-7. Published with clip_low=3e-4, clip_high=4e-4, weighted as sequence_mean_token_mean.
     """
 
+    per_row: ClassVar[bool] = False
+
     def surrogate(self, at: Scored, layout: Layout) -> tuple[Tensor, Metrics]:
         return self.clipped(sequence_means(at.log_ratio_T, layout, at.mask_T).exp(), at)
 
@@ -48,6 +51,8 @@ class GSPOToken(ClippedSurrogate):
 
     arXiv 2507.18071, eqs. 13-14. The gradient is GSPO's where the advantage is the same along the sequence.
     """
+
+    per_row: ClassVar[bool] = False
 
     def surrogate(self, at: Scored, layout: Layout) -> tuple[Tensor, Metrics]:
         value_T = sequence_means(at.log_ratio_T.detach(), layout, at.mask_T)
