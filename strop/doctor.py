@@ -37,6 +37,7 @@ CORE = (
     "huggingface_hub",
     "jinja2",
     "numpy",
+    "peft",
     "psutil",
     "pyarrow",
     "pydantic",

@@ -125,8 +125,9 @@ class LanguageModel:
     def state(self) -> Iterator[tuple[str, Tensor]]:
         """Every weight and persistent buffer once, under its Hugging Face name; a tied head is not repeated."""
         seen: set[int] = set()
-        for name, tensor in self.module.state_dict().items():
-            if tensor.data_ptr() in seen and tensor.numel():
+        for key, tensor in self.module.state_dict().items():
+            name = base_name(key)
+            if name is None or (tensor.data_ptr() in seen and tensor.numel()):
                 continue
             seen.add(tensor.data_ptr())
             yield name, tensor
@@ -157,6 +158,15 @@ class LanguageModel:
 
     def num_parameters(self) -> int:
         return sum(tensor.numel() for _, tensor in self.state())
+
+
+def base_name(name: str) -> str | None:
+    """The Hugging Face name of a weight in a model that adapters (`models/lora.py`) may have been put into; None for
+    the adapters' own."""
+    parts = name.split(".")
+    if any(part.startswith("lora_") for part in parts):
+        return None
+    return ".".join(part for part in parts if part != "base_layer")
 
 
 def _first(config: PretrainedConfig, *names: str) -> Any:
