@@ -95,8 +95,8 @@ class Adapter:
     @property
     def unties(self) -> bool:
         """Whether the merged model has an output matrix of its own where the base's is tied to the embedding."""
-        tied = self.model.head.weight.data_ptr() == self.model.module.get_input_embeddings().weight.data_ptr()
-        return tied and self.head() is not None
+        embedding = next(self.model.module.get_input_embeddings().parameters())
+        return self.head() is not None and self.model.head.weight.data_ptr() == embedding.data_ptr()
 
     def save(self, folder: Path) -> None:
         """Write a PEFT folder: it loads with `PeftModel.from_pretrained`, in vLLM, and here."""
