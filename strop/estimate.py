@@ -11,6 +11,7 @@ from typing import Any
 
 from transformers import PretrainedConfig
 
+from strop.config.activations import ActivationsConfig
 from strop.config.recipe import Recipe
 from strop.ops.head import COLUMNS
 from strop.ops.paged import PAGE
@@ -46,6 +47,7 @@ class Memory:
     gradients: float
     optimizer: float
     activations: float
+    offloaded: float
     logits: float
     sampler: float
     cache: float
@@ -62,6 +64,7 @@ class Memory:
             "gradients": self.gradients,
             "optimizer": self.optimizer,
             "activations of a pack": self.activations,
+            "activations in host memory": self.offloaded,
             "logits": self.logits,
             "sampler weights": self.sampler,
             "key-value cache": self.cache,
@@ -110,8 +113,11 @@ def memory(shape: Shape, recipe: Recipe, *, step_tokens: int, impl: Impl) -> Mem
         optimizer     2 N b with AdamW; with Muon its matrices keep one moment instead of two
         activations   T L (8 D + 4 H C + 5 J C + 4 F) b: what each layer keeps for its backward pass, attention being
                       computed without a score matrix; T L (6 D + 3 H C + 4 J C + 3 F) b where native kernels fuse the
-                      rest; 3 K D more with K experts a token, which take copies; with checkpointing T L D b, and one
-                      layer's in full
+                      rest; 3 K D more with K experts a token, which take copies; a checkpointed layer keeps T D b, and
+                      one of them is computed again in full; with offload two layers' at a time. Modules chosen by
+                      pattern count as if they were not
+        offloaded     what the layers keep, in buffers of at most an eighth more; as much again in idle ones, up to
+                      engine.activations.offload_idle_mib
         logits        trainer: plain T V (4 + 4 + b), the logits and their softmax in float32 and their gradient;
                       liger 6 V numbers of float32 for each of 512 tokens, and the output matrix's gradient;
                       chunked and triton 4 tiles of float32, and that gradient in b bytes a number until it is handed
@@ -128,13 +134,16 @@ def memory(shape: Shape, recipe: Recipe, *, step_tokens: int, impl: Impl) -> Mem
     n = shape.parameters
     muon = shape.matrices if recipe.engine.optimizer == "muon" else 0
     tokens = min(recipe.engine.pack_tokens, step_tokens)
+    on_device, offloaded = _activations(shape, tokens, recipe.engine.activations, impl)
+    buffers = 1.125 * offloaded * b / MIB
     pages = -(-recipe.sampler.cache_tokens // PAGE)
     reference = any(loop.needs_reference for loop in recipe.loops().values())
     return Memory(
         weights=n * b / MIB,
         gradients=n * b / MIB,
         optimizer=(2 * n - muon) * b / MIB,
-        activations=_activations(shape, tokens, recipe.engine.activation_checkpointing, impl) * b / MIB,
+        activations=on_device * b / MIB,
+        offloaded=buffers + min(buffers, recipe.engine.activations.offload_idle_mib),
         logits=max(_trainer_logits(shape, recipe, tokens), recipe.sampler.max_running * shape.vocabulary * 12) / MIB,
         sampler=n * b / MIB,
         cache=pages * PAGE * 2 * shape.layers * shape.kv_heads * shape.channels * b / MIB,
@@ -156,14 +165,22 @@ def disk_bytes(shape: Shape, recipe: Recipe) -> int:
     return (min(kept, saves) + 1) * checkpoint_bytes(shape, recipe) + shape.parameters * BYTES[recipe.model.dtype]
 
 
-def _activations(shape: Shape, tokens: int, checkpointed: bool, impl: Impl) -> int:
-    """Numbers kept for the backward pass."""
+def _activations(shape: Shape, tokens: int, how: ActivationsConfig, impl: Impl) -> tuple[int, int]:
+    """Numbers kept for the backward pass: (on the device, offloaded)."""
     queries, keys = shape.heads * shape.channels, shape.kv_heads * shape.channels
     fused = shape.rms_norms and not shape.experts and impl is Impl.NATIVE
     times_D, times_H, times_J, times_F = (6, 3, 4, 3) if fused else (8, 4, 5, 4)
     times_D += 3 * shape.experts
     layer = tokens * (times_D * shape.hidden + times_H * queries + times_J * keys + times_F * shape.ffn)
-    return layer + tokens * shape.layers * shape.hidden if checkpointed else layer * shape.layers
+    inputs = tokens * shape.hidden
+    again = -(-shape.layers // how.checkpoint_every) if how.checkpoint_every else 0
+    kept = (shape.layers - again) * layer + again * inputs
+    one_again = layer if again else 0
+    if not how.offload:
+        return kept + one_again, 0
+    if how.offload_modules:
+        return kept + one_again, kept
+    return min(2 * (layer if shape.layers > again else inputs), kept) + one_again, kept
 
 
 def _trainer_logits(shape: Shape, recipe: Recipe, tokens: int) -> int:

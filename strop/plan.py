@@ -365,7 +365,7 @@ def _check_memory(recipe: Recipe, facts: _Facts) -> None:
     elif memory.total > machine:
         facts.notes.append(
             f"a full pack may need {memory.total:,.0f} MiB in all and this machine has {machine:,.0f}: lower "
-            "engine.pack_tokens, or set engine.activation_checkpointing"
+            "engine.pack_tokens, or set engine.activations.checkpoint_every to 1"
         )
 
 

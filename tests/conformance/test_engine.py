@@ -402,7 +402,7 @@ def test_weights_are_copies_under_hugging_face_names(factory: Factory, family: s
     assert any(not torch.equal(t, frozen[n]) for n, t in engine.weights())
 
 
-@pytest.mark.parametrize("change", [{"activation_checkpointing": True}, {"head": "plain"}])
+@pytest.mark.parametrize("change", [{"activations": {"checkpoint_every": 1}}, {"head": "plain"}])
 def test_memory_options_change_no_number(factory: Factory, change: dict[str, object]) -> None:
     loss = Scaled(entropy=0.2)
     a = gradient(factory("qwen3", torch.float32, DEFAULT), [pack(sequences())], loss)

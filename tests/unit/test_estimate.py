@@ -10,8 +10,9 @@ import torch
 
 from strop import estimate
 from strop.algos.losses import CrossEntropy
-from strop.config.policy import GRPOConfig, KLConfig
+from strop.config.activations import ActivationsConfig
 from strop.config.model import Kernels, ModelConfig
+from strop.config.policy import GRPOConfig, KLConfig
 from strop.config.recipe import EngineConfig, Recipe, SamplerConfig, TasksConfig
 from strop.data.packing import Batch
 from strop.engines.base import OptimParams
@@ -136,7 +137,7 @@ def test_the_cache_is_what_the_sampler_allocates() -> None:
 
 
 def test_checkpointing_keeps_less_and_says_so() -> None:
-    config = recipe("qwen3", "torch", activation_checkpointing=True)
+    config = recipe("qwen3", "torch", activations=ActivationsConfig(checkpoint_every=1))
     model = load_model(config.model, vocab_size=256, seed=0)
     shape = _measure(model.module)
     with_it = estimate.memory(shape, config, step_tokens=10**9, impl=model.impl).activations

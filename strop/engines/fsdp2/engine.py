@@ -7,20 +7,18 @@ and is gone before the next begins: peak memory does not depend on how many batc
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
-from transformers.modeling_layers import GradientCheckpointingLayer
+from torch import Tensor
 
 from strop.config.recipe import EngineConfig
 from strop.data.packing import Batch
 from strop.engines.base import Capabilities, ForwardBackward, Loss, OptimOutcome, OptimParams
+from strop.engines.fsdp2.activations import Activations
 from strop.engines.fsdp2.optimizer import build_optimizers, parameter_groups
 from strop.engines.fsdp2.resident import Away
 from strop.engines.fsdp2.scoring import Scorer
@@ -49,8 +47,7 @@ class Fsdp2Engine:
         self._scorer = Scorer(model, config)
         self._away: Away | None = None
         model.module.requires_grad_(trainable)
-        if config.activation_checkpointing and trainable:
-            checkpoint_layers(model.module)
+        self._activations = Activations(model.module, config.activations, model.device)
         self._optimizers = build_optimizers(parameter_groups(model, config)) if trainable else None
 
     async def forward(self, batches: list[Batch[Any]], want: Want = Want()) -> list[Outputs]:  # noqa: B008
@@ -67,7 +64,7 @@ class Fsdp2Engine:
         if self._optimizers is None:
             raise EngineError("this engine is frozen: it scores batches (forward) and cannot take gradients")
         self._here("forward_backward")
-        with self._optimizers.all_or_nothing():
+        with self._optimizers.all_or_nothing(), self._activations.applied():
             return self._learn(batches, loss, want)
 
     def _learn(self, batches: list[Batch[InputsT]], loss: Loss[InputsT], want: Want) -> ForwardBackward:
@@ -175,13 +172,6 @@ def _moments(file: Path) -> tuple[dict[str, Tensor], str]:
     if STANDING not in standing:
         raise CheckpointError(f"{file} has no {STANDING}: it is not of this version of the engine")
     return load_file(file), standing[STANDING]
-
-
-def checkpoint_layers(module: nn.Module) -> None:
-    """Keep only each decoder layer's input, and run the layer again in the backward pass."""
-    for layer in module.modules():
-        if isinstance(layer, GradientCheckpointingLayer):
-            layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
 
 
 def _check_want(want: Want, model: LanguageModel) -> None:
