@@ -79,10 +79,27 @@ class Prompt:
 @dataclass(frozen=True, slots=True)
 class Routes:
     """Which experts each token took: `experts_TLK` int16 [T, L, K]; `layers` [L] holds each column's decoder-layer
-    index."""
+    index. A token whose experts nobody knows holds -1 everywhere."""
 
     layers: tuple[int, ...]
     experts_TLK: NDArray[np.int16]
+
+    def __len__(self) -> int:
+        return len(self.experts_TLK)
+
+    def resumed(self, later: Routes) -> Routes:
+        """These, gone on with: what is known here stays, what is not comes from `later`, which speaks of the same text
+        from its first token on. ValueError when it speaks of other layers or of another K."""
+        mine, theirs = self.experts_TLK, later.experts_TLK
+        if self.layers != later.layers or mine.shape[2] != theirs.shape[2]:
+            raise ValueError(
+                f"routes of layers {self.layers}, {mine.shape[2]} experts a token, go on in layers {later.layers}, "
+                f"{theirs.shape[2]} experts a token"
+            )
+        both = min(len(mine), len(theirs))
+        longer = theirs if len(theirs) > both else mine
+        known = mine[:both].max(-1, keepdims=True) >= 0
+        return Routes(self.layers, np.concatenate([np.where(known, mine[:both], theirs[:both]), longer[both:]]))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,19 +112,21 @@ class Completion:
     sampling_logprobs: Float32s  # of the distribution that the token was really drawn from
     versions: Int32s  # the policy version that drew each token
     stop: Stop
-    routes: Routes | None = None
+    routes: Routes | None = None  # of the prompt's tokens, and then of these; the last one was never routed
 
 
 class Segment:
     """An append-only stretch of one episode, as columns [T]. What was sampled is what is trained: nothing is
     re-encoded."""
 
-    __slots__ = ("rows",)
+    __slots__ = ("routes", "rows")
 
     def __init__(self) -> None:
         self.rows: Int32s = np.empty((0, 3), np.int32)
         """[T, 3]: token, the bits of its float32 logprob, version. One array, so that a packer can join ten thousand
         segments at the speed of memory; everybody else reads the columns below."""
+        self.routes: Routes | None = None
+        """Of its first tokens: those that the sampler has seen. None when nobody asked for them."""
 
     def observe(self, tokens: Int32s) -> None:
         """Append tokens that the policy did not choose: prompts, tool results, template headers."""
@@ -116,7 +135,10 @@ class Segment:
         self.rows = np.concatenate([self.rows, rows])
 
     def act(self, completion: Completion) -> None:
-        """Append what the policy sampled. Raises ValueError for columns of unequal length, or a negative version."""
+        """Append what the policy sampled; it was given all that stands here. Routes that are known stay as they are.
+
+        Raises ValueError for columns of unequal length, or a negative version.
+        """
         tokens, logprobs, versions = completion.tokens, completion.logprobs, completion.versions
         if not len(tokens) == len(logprobs) == len(versions):
             raise ValueError(f"columns of unequal length: {[len(tokens), len(logprobs), len(versions)]}")
@@ -124,7 +146,12 @@ class Segment:
             raise ValueError(f"policy version {versions.min()}: versions count from 0, below it means not sampled")
         rows = np.empty((len(tokens), 3), np.int32)
         rows[:, 0], rows[:, 1], rows[:, 2] = tokens, logprobs.astype(np.float32).view(np.int32), versions
+        routes = completion.routes
+        if routes is not None and len(routes) != len(self.rows) + len(rows):
+            raise ValueError(f"routes of {len(routes)} tokens for {len(self.rows)} given ones and {len(rows)} sampled")
         self.rows = np.concatenate([self.rows, rows])
+        if routes is not None:
+            self.routes = routes if self.routes is None else self.routes.resumed(routes)
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -246,6 +273,7 @@ class Want:
     square_sums: bool = False  # the sum of squared probabilities at every row: how certain the policy was
     values: bool = False
     routes: bool = False
+    router_logits: bool = False  # what the routers of a mixture of experts scored, at every row
     top_k: int = 0  # logprobs and ids of the k likeliest tokens at every row
     every_row: bool = False  # also score targets that the mask leaves out
     per_row: bool = False  # said by a loss: each token's loss depends on its own row alone. Not merged: nobody asks it
@@ -256,6 +284,7 @@ class Want:
             square_sums=self.square_sums or other.square_sums,
             values=self.values or other.values,
             routes=self.routes or other.routes,
+            router_logits=self.router_logits or other.router_logits,
             top_k=max(self.top_k, other.top_k),
             every_row=self.every_row or other.every_row,
         )
@@ -277,6 +306,7 @@ class Outputs:
     top_k_logprobs_TK: Tensor | None = None
     ids_logprobs_TK: Tensor | None = None  # of the tokens in the batch's `ids_TK`
     routes: Routes | None = None
+    router_logits_TLE: Tensor | None = None  # float32; layers as in `Routes`. Live in a loss, and not kept after it
 
 
 class Reduction(StrEnum):
