@@ -275,14 +275,14 @@ class Routing:
                 self._logits[layer] = logits_TE
         return weights_TK, ids_TK
 
-    def _complete(self) -> None:
+    def check(self) -> None:
+        """EngineError when the pass left a router out."""
         silent = [router.layer for router in self._routers if router.layer not in self._ids]
         if silent:
             raise EngineError(f"the routers of layers {silent} did not run in this pass: they are not the model's own")
 
     def taken_TLK(self) -> Tensor:
         """The experts that were taken: int16 [T, L, K], where the model is."""
-        self._complete()
         return torch.stack([self._ids[router.layer] for router in self._routers], 1).to(torch.int16)
 
     def taken(self) -> Routes:
@@ -291,12 +291,10 @@ class Routing:
 
     def logits_TLE(self) -> Tensor:
         """What the routers scored, with the graph of the pass: before any softmax, float32 [T, L, E]."""
-        self._complete()
         return torch.stack([self._logits[router.layer].float() for router in self._routers], 1)
 
     def metrics(self) -> Metrics:
         """How many of all choices were replayed; and of those, how many the model would have made otherwise."""
-        self._complete()
         if not self._given_LTK:
             return {}
         return {

@@ -21,6 +21,7 @@ from strop.engines.base import Capabilities, ForwardBackward, Loss, OptimOutcome
 from strop.engines.fsdp2.activations import Activations
 from strop.engines.fsdp2.optimizer import build_optimizers, parameter_groups
 from strop.engines.fsdp2.resident import Away
+from strop.engines.fsdp2.routing import Routers
 from strop.engines.fsdp2.scoring import Scorer
 from strop.errors import CheckpointError, EngineError
 from strop.models.attention import PackedAttention
@@ -42,7 +43,10 @@ class Fsdp2Engine:
     def __init__(self, model: LanguageModel, config: EngineConfig, *, trainable: bool = True) -> None:
         self.model = model
         self.trainable = trainable
-        self.capabilities = Capabilities(shared_prefix=True, value_head=model.value_head is not None)
+        self._routers = Routers(model)
+        self.capabilities = Capabilities(
+            shared_prefix=True, value_head=model.value_head is not None, router_replay=self._routers.known
+        )
         self.data_parallel = 1
         self._scorer = Scorer(model, config)
         self._away: Away | None = None
@@ -53,7 +57,7 @@ class Fsdp2Engine:
     async def forward(self, batches: list[Batch[Any]], want: Want = Want()) -> list[Outputs]:  # noqa: B008
         self._here("forward")
         with torch.no_grad():
-            return [self._outputs(batch, want, Entropy.VALUE) for batch in batches]
+            return [self._score(batch, want) for batch in batches]
 
     async def forward_backward(
         self,
@@ -71,11 +75,19 @@ class Fsdp2Engine:
         outputs: list[Outputs] = []
         metrics: list[Metrics] = []
         for batch in batches:
+            output, measured = self._learn_one(batch, loss, want | loss.want)
+            outputs.append(output)
+            metrics.append(measured)
+        return ForwardBackward(outputs=outputs, metrics=merge_metrics(metrics))
+
+    def _learn_one(self, batch: Batch[InputsT], loss: Loss[InputsT], want: Want) -> tuple[Outputs, Metrics]:
+        with self._routers.around(batch, want) as routed:  # the backward pass may run layers again
             summed: Tensor | None = None
             if self.model.value_head is None and self._scorer.fuses(loss):
-                live, summed = self._scorer.learn(self._hidden(batch, want | loss.want), batch, want | loss.want, loss)
+                live, summed = self._scorer.learn(self._hidden(batch, want), batch, want, loss)
             else:
-                live = self._outputs(batch, want | loss.want, Entropy.GRADIENT if loss.want.entropy else Entropy.VALUE)
+                live = self._outputs(batch, want, Entropy.GRADIENT if loss.want.entropy else Entropy.VALUE)
+            live = routed.into(live)
             loss_T, measured = loss(live, batch.inputs, batch.layout, batch.mask_T)
             if loss_T.shape != batch.targets_T.shape:
                 raise EngineError(f"the loss returned {tuple(loss_T.shape)} for targets {tuple(batch.targets_T.shape)}")
@@ -83,9 +95,11 @@ class Fsdp2Engine:
                 summed = (torch.where(batch.mask_T, loss_T, 0.0) * batch.weights_T.to(loss_T.dtype)).sum()
             if summed.requires_grad:  # an all-masked batch has no rows and no graph, and adds nothing
                 summed.backward()
-            outputs.append(_detached(live))
-            metrics.append(measured)
-        return ForwardBackward(outputs=outputs, metrics=merge_metrics(metrics))
+            return _detached(live), measured | routed.metrics()
+
+    def _score(self, batch: Batch[Any], want: Want) -> Outputs:
+        with self._routers.around(batch, want) as routed:
+            return routed.into(self._outputs(batch, want, Entropy.VALUE))
 
     def _outputs(self, batch: Batch[Any], want: Want, entropy: Entropy) -> Outputs:
         """Run one batch. `entropy` is computed without a gradient unless the loss needs one."""
@@ -97,8 +111,6 @@ class Fsdp2Engine:
 
     def _hidden(self, batch: Batch[Any], want: Want) -> Tensor:
         """The body's hidden states [T, D]. EngineError for what this model cannot give."""
-        if want.routes:
-            raise EngineError("this engine gives no routes; see its capabilities")
         layout, device = batch.layout, self.model.device
         positions_T = torch.from_numpy(layout.positions_T).to(device)
         _check_want(want, self.model)
@@ -190,6 +202,7 @@ def _detached(live: Outputs) -> Outputs:
         square_sums_T=live.square_sums_T,
         ids_logprobs_TK=None if live.ids_logprobs_TK is None else live.ids_logprobs_TK.detach(),
         values_T=None if live.values_T is None else live.values_T.detach(),
+        routes=live.routes,
         top_k_ids_TK=live.top_k_ids_TK,
         top_k_logprobs_TK=live.top_k_logprobs_TK,
     )

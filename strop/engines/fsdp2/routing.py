@@ -1,0 +1,64 @@
+"""The routers of an engine's model around one batch: the batch's routes in, what the routers did out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import cached_property
+from typing import Any
+
+from strop.data.packing import Batch
+from strop.errors import EngineError
+from strop.models.loading import LanguageModel
+from strop.models.moe import Router, Routing, find_routers, has_routers
+from strop.types import Metrics, Outputs, Want
+
+
+class Routers:
+    """Of one model. They are looked for when a batch first needs them, and touched only while such a batch runs."""
+
+    def __init__(self, model: LanguageModel) -> None:
+        self._model = model
+        self.known = has_routers(model.module)
+
+    @cached_property
+    def _found(self) -> tuple[Router, ...]:
+        if not self.known:
+            raise EngineError(
+                f"{type(self._model.module).__name__} has no routers that strop knows: it neither gives routes nor "
+                "replays them (capabilities.router_replay is false)"
+            )
+        return find_routers(self._model.module)
+
+    @contextmanager
+    def around(self, batch: Batch[Any], want: Want) -> Iterator[Routed]:
+        """Bind what the batch gives and what is wanted of it, for its forward and its backward pass."""
+        if batch.routes is None and not want.routes and not want.router_logits:
+            yield Routed(None, want)
+            return
+        routing = Routing(self._found, len(batch), given=batch.routes, keep_logits=want.router_logits)
+        with routing.bound():
+            yield Routed(routing, want)
+
+
+class Routed:
+    """What the routers did with one batch."""
+
+    def __init__(self, routing: Routing | None, want: Want) -> None:
+        self._routing = routing
+        self._want = want
+
+    def into(self, outputs: Outputs) -> Outputs:
+        """The outputs with what was wanted of the routers."""
+        if self._routing is None:
+            return outputs
+        self._routing.check()
+        return replace(
+            outputs,
+            routes=self._routing.taken() if self._want.routes else None,
+            router_logits_TLE=self._routing.logits_TLE() if self._want.router_logits else None,
+        )
+
+    def metrics(self) -> Metrics:
+        return {} if self._routing is None else self._routing.metrics()
