@@ -14,6 +14,7 @@ from typing import Protocol, TypeVar
 
 from torch import Tensor
 
+from strop.config.adapter import AdapterConfig
 from strop.data.packing import Batch
 from strop.types import Layout, Metrics, Outputs, Want
 
@@ -172,6 +173,15 @@ class Engine(Protocol):
         """
         ...
 
-    def adapter(self, name: str) -> Engine:
-        """An Engine that trains a low-rank adapter over this one's frozen weights. EngineError without `lora`."""
+    def adapter_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """An adapter's matrices alone, for a sampler that has the base. EngineError when this is no adapter."""
+        ...
+
+    def adapter(self, name: str, config: AdapterConfig, *, trainable: bool = True) -> Engine:
+        """An Engine that trains a new low-rank adapter over this one's frozen weights, beside any others.
+
+        It has its own optimizer, accumulated gradients and checkpoints, and is to the bit what it would be alone; its
+        `weights()` have the adapter merged in, and this engine stays the base without any. EngineError without `lora`,
+        over an engine that trains, or for a name that is taken.
+        """
         ...

@@ -123,6 +123,12 @@ class Adapter:
         for name, parameter in own.items():
             parameter.copy_(weights[name])
 
+    def load_saved(self, folder: Path) -> None:
+        """Copy in what `save` wrote. CheckpointError when it is not there, EngineError when it does not fit."""
+        if not (folder / WEIGHTS).is_file():
+            raise CheckpointError(f"{folder} has no {WEIGHTS}: it is not an adapter's folder")
+        self.load({key.removeprefix(PREFIX): tensor for key, tensor in load_file(folder / WEIGHTS).items()})
+
     def _layers(self) -> dict[str, LoraLayer]:
         return {
             path: layer
@@ -168,7 +174,7 @@ def import_adapter(model: LanguageModel, name: str, folder: Path) -> Adapter:
     config.lora_dropout = 0.0
     config.inference_mode = False
     adapter = _inject(model, name, config, seed=0)
-    adapter.load({key.removeprefix(PREFIX): tensor for key, tensor in load_file(folder / WEIGHTS).items()})
+    adapter.load_saved(folder)
     return adapter
 
 

@@ -26,6 +26,11 @@ class Sampler(Protocol):
         """The policy version being served."""
         ...
 
+    @property
+    def serves_adapter(self) -> bool:
+        """Whether `load_weights` takes an adapter's matrices, over a base that is there, and not a whole model's."""
+        ...
+
     async def sample(self, prompt: Prompt, params: SamplingParams) -> Completion:
         """Draw one completion. RolloutError when the prompt and `max_tokens` do not fit the model's context."""
         ...

@@ -8,4 +8,5 @@ from strop.rollout.base import Sampler
 
 async def publish(engine: Engine, sampler: Sampler, version: int) -> None:
     """Give the sampler the engine's current weights as `version`. All of them or none: the sampler checks first."""
-    await sampler.load_weights(engine.weights(), version)
+    weights = engine.adapter_weights() if sampler.serves_adapter else engine.weights()
+    await sampler.load_weights(weights, version)

@@ -6,15 +6,17 @@ and is gone before the next begins: peak memory does not depend on how many batc
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from strop.config.adapter import AdapterConfig
 from strop.config.recipe import EngineConfig
 from strop.data.packing import Batch
 from strop.engines.base import Capabilities, ForwardBackward, Loss, OptimOutcome, OptimParams
@@ -30,33 +32,51 @@ from strop.models.loading import LanguageModel
 from strop.ops.logprobs import Entropy
 from strop.types import Metrics, Outputs, Want, merge_metrics
 
+if TYPE_CHECKING:
+    from strop.models.lora import Adapter
+
 InputsT = TypeVar("InputsT")
 WEIGHTS, MOMENTS, STANDING = "model.safetensors", "optimizer.safetensors", "hyper_parameters"
+ADAPTER = "adapter_model.safetensors"
 
 
 class Fsdp2Engine:
     """Trains a `LanguageModel`. The contract is `strop.engines.base.Engine`.
 
-    A frozen engine (`trainable=False`: a reference model, a teacher) has no optimizer and only runs `forward`.
+    A frozen engine (`trainable=False`: a reference model, a teacher) has no optimizer and only runs `forward`. An
+    engine with an `adapter` trains that over the frozen weights of `base`, which stay what they are.
     """
 
-    def __init__(self, model: LanguageModel, config: EngineConfig, *, trainable: bool = True) -> None:
+    def __init__(
+        self,
+        model: LanguageModel,
+        config: EngineConfig,
+        *,
+        trainable: bool = True,
+        adapter: Adapter | None = None,
+        base: Fsdp2Engine | None = None,
+    ) -> None:
         self.model = model
         self.trainable = trainable
+        self._config = config
+        self._adapter = adapter
+        self._base = base
         self._routers = Routers(model)
         self.capabilities = Capabilities(
-            shared_prefix=True, value_head=model.value_head is not None, router_replay=self._routers.known
+            lora=True, shared_prefix=True, value_head=model.value_head is not None, router_replay=self._routers.known
         )
         self.data_parallel = 1
-        self._scorer = Scorer(model, config)
+        self._scorer = Scorer(model, config, adapter)
         self._away: Away | None = None
-        model.module.requires_grad_(trainable)
+        if adapter is None:
+            model.module.requires_grad_(trainable)
         self._activations = Activations(model.module, config.activations, model.device)
-        self._optimizers = build_optimizers(parameter_groups(model, config)) if trainable else None
+        learned = None if adapter is None else adapter.parameters()
+        self._optimizers = build_optimizers(parameter_groups(model, config, learned)) if trainable else None
 
     async def forward(self, batches: list[Batch[Any]], want: Want = Want()) -> list[Outputs]:  # noqa: B008
         self._here("forward")
-        with torch.no_grad():
+        with torch.no_grad(), self._adapted():
             return [self._score(batch, want) for batch in batches]
 
     async def forward_backward(
@@ -68,7 +88,7 @@ class Fsdp2Engine:
         if self._optimizers is None:
             raise EngineError("this engine is frozen: it scores batches (forward) and cannot take gradients")
         self._here("forward_backward")
-        with self._optimizers.all_or_nothing(), self._activations.applied():
+        with self._optimizers.all_or_nothing(), self._activations.applied(), self._adapted():
             return self._learn(batches, loss, want)
 
     def _learn(self, batches: list[Batch[InputsT]], loss: Loss[InputsT], want: Want) -> ForwardBackward:
@@ -129,23 +149,40 @@ class Fsdp2Engine:
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         self._here("weights")
+        if self._adapter is not None:
+            yield from self._adapter.merged()
+            return
         for name, tensor in self.model.state():
             yield name, tensor.detach().clone()
 
+    def adapter_weights(self) -> Iterator[tuple[str, Tensor]]:
+        self._here("adapter_weights")
+        if self._adapter is None:
+            raise EngineError("this engine trains the whole model: it has weights() and no adapter")
+        for name, parameter in self._adapter.parameters().items():
+            yield name, parameter.detach().clone()
+
     async def save(self, folder: Path) -> None:
         self._here("save")
-        save_file({name: t.detach().contiguous() for name, t in self.model.state()}, folder / WEIGHTS)
+        if self._adapter is not None:
+            self._adapter.save(folder)
+        else:
+            save_file({name: t.detach().contiguous() for name, t in self.model.state()}, folder / WEIGHTS)
         if self._optimizers is not None:
             moments = {key: t.contiguous() for key, t in self._optimizers.state()}
             save_file(moments, folder / MOMENTS, metadata={STANDING: self._optimizers.standing.state()})
 
     async def load(self, folder: Path) -> None:
         self._here("load")
-        for name in (WEIGHTS, MOMENTS) if self._optimizers is not None else (WEIGHTS,):
+        weights = WEIGHTS if self._adapter is None else ADAPTER
+        for name in (weights, MOMENTS) if self._optimizers is not None else (weights,):
             if not (folder / name).is_file():
                 raise CheckpointError(f"{folder} has no {name}: it is not a checkpoint of this engine")
         moments, standing = _moments(folder / MOMENTS) if self._optimizers is not None else ({}, "")
-        self.model.load_state(load_file(folder / WEIGHTS).items())
+        if self._adapter is not None:
+            self._adapter.load_saved(folder)
+        else:
+            self.model.load_state(load_file(folder / WEIGHTS).items())
         if self._optimizers is not None:
             self._optimizers.load_state(moments, standing)
             self._optimizers.zero_grad()
@@ -159,22 +196,41 @@ class Fsdp2Engine:
 
     def _tensors(self) -> Iterator[Tensor]:
         """Everything that this engine keeps between two calls."""
+        if self._adapter is not None:
+            yield from self._learned(self._adapter.parameters().values())
+            return
         yield from self.model.module.buffers()
-        for parameter in self.model.module.parameters():
+        yield from self._learned(self.model.module.parameters())
+
+    def _learned(self, parameters: Iterable[Tensor]) -> Iterator[Tensor]:
+        for parameter in parameters:
             yield parameter
             if parameter.grad is not None:
                 yield parameter.grad
         if self._optimizers is not None:
             yield from (tensor for _, tensor in self._optimizers.state())
 
+    def _adapted(self) -> AbstractContextManager[None]:
+        """The model as this engine means it: with its adapter, or bare."""
+        return nullcontext() if self._adapter is None else self._adapter.on()
+
     def _here(self, asked: str) -> None:
+        if self._base is not None:
+            self._base._here(asked)
         if self._away is not None:
             raise EngineError(
                 f"{asked}: this engine's tensors are in host memory; call resident(on_device=True) before"
             )
 
-    def adapter(self, name: str) -> Fsdp2Engine:
-        raise EngineError(f"adapter {name!r}: low-rank adapters are not built yet (capabilities.lora is false)")
+    def adapter(self, name: str, config: AdapterConfig, *, trainable: bool = True) -> Fsdp2Engine:
+        from strop.models.lora import add_adapter
+
+        if self.trainable or self._adapter is not None:
+            raise EngineError(f"adapter {name!r} needs a frozen base: build that engine with trainable=False")
+        if self.model.value_head is not None:
+            raise EngineError(f"adapter {name!r}: a value model's head would not be trained; train the whole model")
+        added = add_adapter(self.model, name, config)
+        return Fsdp2Engine(self.model, self._config, trainable=trainable, adapter=added, base=self)
 
 
 def _moments(file: Path) -> tuple[dict[str, Tensor], str]:

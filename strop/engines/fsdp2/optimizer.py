@@ -117,14 +117,18 @@ class ParameterGroups:
         return Standing.of(list(self.members), self.free)
 
 
-def parameter_groups(model: LanguageModel, config: EngineConfig) -> ParameterGroups:
-    """How `config` sorts the parameters of a model; on a model without weights too.
+def parameter_groups(
+    model: LanguageModel, config: EngineConfig, adapter: Mapping[str, Tensor] | None = None
+) -> ParameterGroups:
+    """How `config` sorts the parameters of a model, or of an adapter of it; on a model without weights too.
 
     Groups of `param_groups` take what their patterns match first: group `router` is `muon/router` where Muon takes its
     matrices. ConfigError when a pattern matches no parameter, or two groups want the same one.
     """
     module = model.module
     names: dict[Tensor, str] = {p: name for name, p in module.named_parameters() if p.requires_grad}
+    if adapter is not None:
+        names = {parameter: name for name, parameter in adapter.items()}
     declared = _declared_groups(list(names.values()), config.param_groups)
     outside: set[Tensor] = {model.head.weight, *module.get_input_embeddings().parameters()}
     if model.value_head is not None:

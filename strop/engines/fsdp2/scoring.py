@@ -7,7 +7,7 @@ rows is differentiated while their logits are there; any other loss, and any oth
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -19,6 +19,9 @@ from strop.models.loading import LanguageModel
 from strop.ops.logprobs import Entropy, Head, HeadImpl, Scored, learn_targets, require, score_targets
 from strop.types import Outputs, Want
 
+if TYPE_CHECKING:
+    from strop.models.lora import Adapter
+
 InputsT = TypeVar("InputsT")
 
 
@@ -28,6 +31,7 @@ class Scorer:
 
     model: LanguageModel
     config: EngineConfig
+    adapter: Adapter | None = None
 
     def __post_init__(self) -> None:
         if self.model.device.type != "meta":
@@ -102,7 +106,8 @@ class Scorer:
 
     def _head(self) -> Head:
         head = self.model.head
-        return Head(weight_VD=head.weight, bias_V=head.bias, softcap=self.model.softcap)
+        low_rank = None if self.adapter is None else self.adapter.head()
+        return Head(weight_VD=head.weight, bias_V=head.bias, softcap=self.model.softcap, low_rank=low_rank)
 
     def _weight_grad(self) -> Tensor | None:
         """From a call's second batch on, the place where the weight's gradient has begun: one [V, D], not two.

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from strop.models.loading import LanguageModel
+    from strop.models.lora import Adapter
 
 SHARE_OF_SNAPSHOTS = 4  # one for each so many running requests: groups share prompts
 
@@ -44,7 +46,8 @@ class BuiltinSampler:
 
     `cache_tokens` bounds the keys and values kept, rounded up to pages; `max_running` the requests decoded together;
     `prefill_tokens` the prompt tokens computed in one step beside them. `decode` turns tokens into text: requests with
-    stop strings need it.
+    stop strings need it. With an `adapter` of the model the sampler serves that, never merged, and its base may be
+    shared with a trainer and with other samplers: only the adapter's own matrices ever change.
     """
 
     def __init__(
@@ -55,8 +58,10 @@ class BuiltinSampler:
         cache_tokens: int,
         decode: Callable[[list[int]], str] | None = None,
         prefill_tokens: int = 2048,
+        adapter: Adapter | None = None,
     ) -> None:
         self._model = model
+        self._adapter = adapter
         self._decode = decode
         self._version = 0
         self._cache_tokens = cache_tokens
@@ -73,6 +78,10 @@ class BuiltinSampler:
     @property
     def version(self) -> int:
         return self._version
+
+    @property
+    def serves_adapter(self) -> bool:
+        return self._adapter is not None
 
     @property
     def cache_bytes(self) -> int:
@@ -96,16 +105,20 @@ class BuiltinSampler:
     async def score(self, prompt: Prompt) -> Float32s:
         self._check_tokens(prompt, 0)
         model, count = self._model, len(prompt.tokens)
-        with torch.inference_mode():
+        with torch.inference_mode(), self._adapted():
             token_T = torch.from_numpy(np.asarray(prompt.tokens, np.int64)).to(model.device)
             position_T = torch.arange(count, device=model.device)
             hidden_TD = model.hidden(token_T, position_T, PackedAttention(Layout((count,)), model.impl))
-            head = Head(weight_VD=model.head.weight, bias_V=model.head.bias, softcap=model.softcap)
+            low_rank = None if self._adapter is None else self._adapter.head()
+            head = Head(weight_VD=model.head.weight, bias_V=model.head.bias, softcap=model.softcap, low_rank=low_rank)
             scored = score_targets(hidden_TD[:-1], head, token_T[1:], impl=HeadImpl.CHUNKED)
         return np.concatenate((np.zeros(1, np.float32), scored.logprobs_N.float().cpu().numpy()))
 
     async def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
-        self._model.load_state(weights)
+        if self._adapter is None:
+            self._model.load_state(weights)
+        else:
+            self._adapter.load(dict(weights))
         self._version = version
         self._scheduler.interrupt_all()
 
@@ -203,11 +216,15 @@ class BuiltinSampler:
         if self._scheduler.busy and self._driver is None:
             self._drive()
 
+    def _adapted(self) -> AbstractContextManager[None]:
+        return nullcontext() if self._adapter is None else self._adapter.on()
+
     @torch.inference_mode()
     def _step(self) -> None:
         """One forward pass, one token for each row that is ready."""
         plan, rows = self._scheduler.plan(), self._scheduler.rows
-        logits_MV = self._forward(plan)
+        with self._adapted():
+            logits_MV = self._forward(plan)
         if not len(plan.row_N):
             return  # all of it was the middle of a long prompt
         logits_NV = logits_MV if plan.of_N is None else logits_MV[self._tensor(plan.of_N)]

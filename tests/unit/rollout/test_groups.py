@@ -60,6 +60,10 @@ class Recorder:
     async def score(self, prompt: Prompt) -> Float32s:
         raise NotImplementedError
 
+    @property
+    def serves_adapter(self) -> bool:
+        return False
+
     async def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
         raise NotImplementedError
 
