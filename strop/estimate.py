@@ -6,12 +6,14 @@ cache, whose pages take memory only once they are used.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from transformers import PretrainedConfig
 
 from strop.config.activations import ActivationsConfig
+from strop.config.model import ModelConfig
 from strop.config.recipe import Recipe
 from strop.ops.head import COLUMNS
 from strop.ops.paged import PAGE
@@ -52,6 +54,7 @@ class Memory:
     sampler: float
     cache: float
     reference: float
+    teachers: float = 0.0
 
     @property
     def total(self) -> float:
@@ -69,6 +72,7 @@ class Memory:
             "sampler weights": self.sampler,
             "key-value cache": self.cache,
             "reference weights": self.reference,
+            "teachers": self.teachers,
         }
         return {name: size for name, size in parts.items() if size}
 
@@ -103,7 +107,18 @@ def _value(config: PretrainedConfig, *names: str) -> Any:
     return next((value for value in found if value is not None), None)
 
 
-def memory(shape: Shape, recipe: Recipe, *, step_tokens: int, impl: Impl) -> Memory:
+def teacher_memory(models: Sequence[tuple[ModelConfig, Shape]], recipe: Recipe, *, step_tokens: int) -> float:
+    """MiB of all teachers' weights, and of what they say of one pack: K logprobs of 4 bytes and ids of 8 at each token,
+    by each of them, and the student's logprobs at the same ids."""
+    if recipe.distill is None:
+        return 0.0
+    tokens = min(recipe.engine.pack_tokens, step_tokens)
+    top_k = recipe.distill.objective.top_k
+    said = sum(0 if top_k is None else 16 * (top_k or shape.vocabulary) * tokens for _, shape in models)
+    return (said + sum(shape.parameters * BYTES[model.dtype] for model, shape in models)) / MIB
+
+
+def memory(shape: Shape, recipe: Recipe, *, step_tokens: int, impl: Impl, teachers: float = 0.0) -> Memory:
     """What a run holds at its fullest, when a step has at most `step_tokens` tokens and the kernels are `impl`.
 
     b bytes a number of the dtype, N parameters, T tokens of the largest pack, min(engine.pack_tokens, step_tokens):
@@ -126,6 +141,7 @@ def memory(shape: Shape, recipe: Recipe, *, step_tokens: int, impl: Impl) -> Mem
         sampler       N b: its own copy of the weights
         cache         tokens of it, in whole pages, times 2 L J C b
         reference     N b when a loop keeps a frozen copy of its start
+        teachers      as given, in MiB
 
     The trainer's and the sampler's logits never exist at once: the larger counts. The interpreter and its libraries add
     a few hundred MiB, and a checkpoint in the making a copy of no more than one tensor.
@@ -148,6 +164,7 @@ def memory(shape: Shape, recipe: Recipe, *, step_tokens: int, impl: Impl) -> Mem
         sampler=n * b / MIB,
         cache=pages * PAGE * 2 * shape.layers * shape.kv_heads * shape.channels * b / MIB,
         reference=n * b / MIB if reference else 0.0,
+        teachers=teachers,
     )
 
 

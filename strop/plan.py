@@ -24,8 +24,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, Pre
 
 from strop import estimate
 from strop.config.loops import LoopConfig, ScheduleConfig
-from strop.config.recipe import ModelConfig, Recipe, TooLong
+from strop.config.recipe import ModelConfig, Recipe, RendererConfig, TooLong
 from strop.data.tasks import Task, TaskSet, load_tasks
+from strop.data.teaching import teacher_weights
 from strop.engines.base import Capabilities
 from strop.engines.build import build_engine
 from strop.envs.build import make_env
@@ -34,7 +35,7 @@ from strop.models.gguf import ARCHITECTURES
 from strop.models.gguf_file import GGUFFile
 from strop.models.loading import DTYPES, CacheShape, LanguageModel, fresh_config, model_folder, refuse_unpackable
 from strop.models.package import cached_package
-from strop.models.tokenizer import end_tokens, load_tokenizer
+from strop.models.tokenizer import end_tokens, load_tokenizer, same_tokens
 from strop.ops.logprobs import HeadImpl, require
 from strop.ops.select import Impl, resolve
 from strop.tokens.base import Renderer
@@ -83,6 +84,7 @@ class _Facts:
     tasks: TaskSet | None = None
     impl: Impl | None = None
     longest: tuple[int, str] | None = None  # tokens of the longest prompt, and its task
+    teachers: list[tuple[ModelConfig, estimate.Shape]] = field(default_factory=list)  # those whose shape is known
 
     def attempt(self, build: Callable[[], T]) -> T | None:
         """What `build` gives; None, and its problems kept, when the recipe is at fault."""
@@ -105,6 +107,7 @@ def plan(recipe: Recipe, recipe_path: Path, *, resume: bool = False, may_fetch: 
         _check_model(recipe, facts, may_fetch)
         _check_tasks(recipe, recipe_path.absolute().parent, facts)
         _check_lengths(recipe, facts)
+        _check_teachers(recipe, facts, may_fetch)
         _check_engine(recipe, facts)
         _check_memory(recipe, facts)
         _check_folder(recipe, facts, resume)
@@ -318,6 +321,48 @@ def _check_lengths(recipe: Recipe, facts: _Facts) -> None:
         )
 
 
+# Teachers -------------------------------------------------------------------------------------------------------------
+
+
+def _check_teachers(recipe: Recipe, facts: _Facts, may_fetch: bool) -> None:
+    """Every teacher is here and speaks of the student's tokens, and every task has one."""
+    if recipe.distill is None:
+        return
+    teachers = recipe.distill.teachers
+    for m, teacher in enumerate(teachers):
+        key, own = f"distill.teachers.{m}", _Facts()
+        # A teacher reads tokens that the student's renderer made.
+        plain = recipe.model_copy(update={"model": teacher.model, "renderer": RendererConfig(kind="plain")})
+        _check_model(plain, own, may_fetch)
+        facts.problems += [f"{key}: {problem}" for problem in own.problems]
+        facts.notes += [f"{key}: {note}" for note in own.notes]
+        student, other = facts.tokenizer, own.tokenizer
+        if student is not None and other is not None:
+            facts.attempt(lambda ours=student, theirs=other, key=key: same_tokens(ours, theirs, key=f"{key}.model"))
+        if own.shape is not None:
+            facts.teachers.append((teacher.model, own.shape))
+            facts.problems += _teacher_misfits(key, own.shape, recipe, facts)
+    if facts.tasks is not None:
+        tasks = facts.tasks.train
+        facts.attempt(lambda: teacher_weights(teachers, tasks))
+
+
+def _teacher_misfits(key: str, shape: estimate.Shape, recipe: Recipe, facts: _Facts) -> Iterator[str]:
+    """What a teacher's sizes and the student's do not allow together."""
+    top_k = None if recipe.distill is None else recipe.distill.objective.top_k  # None: rewards need no candidates
+    own = shape.vocabulary if facts.shape is None else facts.shape.vocabulary
+    if top_k == 0 and shape.vocabulary != own:
+        yield (
+            f"{key} gives {shape.vocabulary} probabilities and the model {own}: whole distributions do not compare, "
+            "so set distill.objective.top_k, or take kind reward"
+        )
+    if top_k is not None and top_k > min(own, shape.vocabulary):
+        yield f"distill.objective.top_k {top_k} is more than {min(own, shape.vocabulary)} tokens: lower it"
+    whole = None if facts.longest is None else facts.longest[0] + recipe.draw.max_tokens
+    if whole is not None and whole > shape.context:
+        yield f"{key} has a context of {shape.context} tokens, and the longest attempt may have {whole}: take another"
+
+
 # Engine, memory, disk, folder -----------------------------------------------------------------------------------------
 
 
@@ -373,7 +418,8 @@ def _memory(recipe: Recipe, facts: _Facts) -> estimate.Memory | None:
     if facts.shape is None:
         return None
     impl = facts.impl or Impl.TORCH
-    return estimate.memory(facts.shape, recipe, step_tokens=_step_tokens(recipe, facts), impl=impl)
+    teachers = estimate.teacher_memory(facts.teachers, recipe, step_tokens=_step_tokens(recipe, facts))
+    return estimate.memory(facts.shape, recipe, step_tokens=_step_tokens(recipe, facts), impl=impl, teachers=teachers)
 
 
 def _machine() -> float:

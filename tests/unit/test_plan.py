@@ -335,3 +335,47 @@ def test_a_package_that_is_not_fetched_is_left_to_the_run(folder: Path, monkeypa
     )
     assert "memory" not in text
     assert tree(folder) == before
+
+
+# Teachers -------------------------------------------------------------------------------------------------------------
+
+TEACHER = "{model: {fresh: {model_type: qwen3, hidden_size: 32, intermediate_size: 64, num_hidden_layers: 2, \
+num_attention_heads: 4, num_key_value_heads: 2, head_dim: 8, max_position_embeddings: 64%s}, tokenizer: '%s'}%s}"
+
+
+def distill(
+    folder: Path, *, tokenizer: str = "toy.py:tokenizer", fields: str = "", more: str = "", objective: str = "{}"
+) -> list[str]:
+    teacher = TEACHER % (fields, tokenizer, more)
+    return ["grpo=null", f"distill={{teachers: [{teacher}], tasks_per_step: 16, objective: {objective}}}"]
+
+
+def test_a_teacher_is_built_and_counted(folder: Path) -> None:
+    """Its weights, and 16 bytes for each candidate at each token of a step: 16 attempts of at most 8 + 6 tokens."""
+    without = made(folder, "grpo=null", "sft={tasks_per_step: 16}").memory
+    memory = made(folder, *distill(folder)).memory
+    assert memory is not None and without is not None
+    longest = len("31+31=") + 6
+    assert memory.teachers == pytest.approx((PARAMETERS * 4 + 16 * 14 * 16 * longest) / 2**20)
+    few = made(folder, *distill(folder, objective="{top_k: 3}")).memory
+    rewards = made(folder, *distill(folder, objective="{kind: reward}")).memory
+    assert few is not None and few.teachers == pytest.approx((PARAMETERS * 4 + 16 * 3 * 16 * longest) / 2**20)
+    assert rewards is not None and rewards.teachers == pytest.approx(PARAMETERS * 4 / 2**20)
+
+
+def test_teachers_that_do_not_fit_are_refused(folder: Path) -> None:
+    (folder / "other.py").write_text(TOY.replace("0123456789+= ", "1023456789+= "))
+    (problem,) = problems(folder, *distill(folder, tokenizer="other.py:tokenizer"))
+    assert problem.startswith("distill.teachers.0.model has another tokenizer than model: the ids of 2 tokens differ")
+    (problem,) = problems(folder, *distill(folder, fields=", vocab_size: 20"))
+    assert "distill.teachers.0 gives 20 probabilities and the model 14" in problem
+    assert made(folder, *distill(folder, fields=", vocab_size: 20", objective="{top_k: 5}"))
+    (problem,) = problems(folder, *distill(folder, objective="{top_k: 15}"))
+    assert "distill.objective.top_k 15 is more than 14 tokens" in problem
+    (problem,) = problems(folder, *distill(folder, fields="", more=", teaches: {answer: '4'}"))
+    assert "has no teacher (" in problem
+    (problem,) = problems(folder, "grpo=null", "distill={teachers: [{model: {path: nowhere}}]}")
+    assert problem.startswith("distill.teachers.0: model.path") and "does not exist" in problem
+    short = TEACHER.replace("max_position_embeddings: 64", "max_position_embeddings: 8") % ("", "toy.py:tokenizer", "")
+    (problem,) = problems(folder, "grpo=null", f"distill={{teachers: [{short}], tasks_per_step: 16}}")
+    assert "distill.teachers.0 has a context of 8 tokens" in problem
