@@ -38,9 +38,10 @@ class Watched(LanguageModel):
         return out_TD
 
 
-@pytest.fixture
-def model() -> Watched:
-    tiny = tiny_model("qwen3")
+@pytest.fixture(params=["qwen3", "qwen3_5_text"])
+def model(request: pytest.FixtureRequest) -> Watched:
+    """A model of attention layers, and one with linear attention, whose states live beside the pages."""
+    tiny = tiny_model(request.param)
     watched = Watched(module=tiny.module, impl=tiny.impl, cache_shape=tiny.cache_shape, fused=tiny.fused)
     watched.passes, watched.fail_at, watched.spoil_at = [], set(), set()
     return watched
@@ -79,7 +80,9 @@ def test_members_that_come_later_and_later_turns_compute_only_what_is_new(model:
     model.passes.clear()
     turn = np.concatenate((prompt, first.tokens, tokens(4)))
     ask(sampler, [turn], SamplingParams(max_tokens=1))
-    assert model.passes == [len(turn) - (len(prompt) + 29) // PAGE * PAGE]
+    # pages are known to the end of the reply, a state to the last page of the prompt
+    known = len(prompt) + 29 if model.cache_shape.states is None else len(prompt) - 1
+    assert model.passes == [len(turn) - known // PAGE * PAGE]
 
 
 def test_a_step_never_computes_more_than_its_budget(model: Watched):
@@ -186,7 +189,11 @@ def test_requests_left_in_a_closing_loop_are_forgotten(model: Watched):
 
 def test_sleep_gives_the_cache_back(model: Watched):
     sampler = sampler_of(model)
-    assert sampler.cache_bytes == 2 * 2 * 1024 * 2 * 16 * 4  # keys and values, layers, tokens, heads, channels, float32
+    layers = len(model.cache_shape.layers)
+    size = 2 * layers * 1024 * 2 * 16 * 4  # keys and values, layers, tokens, heads, channels, float32
+    if model.cache_shape.states is not None:  # 8 rows and 2 snapshots: 3 inputs of 96 channels, and 4 heads
+        size += (8 + 2) * (3 * 96 + 4 * 8 * 16) * 4
+    assert sampler.cache_bytes == size
     asyncio.run(sampler.sleep())
     assert sampler.cache_bytes == 0
     asyncio.run(sampler.wake())
