@@ -402,11 +402,40 @@ def test_weights_are_copies_under_hugging_face_names(factory: Factory, family: s
     assert any(not torch.equal(t, frozen[n]) for n, t in engine.weights())
 
 
-@pytest.mark.parametrize("change", [{"activations": {"checkpoint_every": 1}}, {"head": "plain"}])
-def test_memory_options_change_no_number(factory: Factory, change: dict[str, object]) -> None:
+ACTIVATIONS: dict[str, dict[str, object]] = {
+    "checkpointed": {"checkpoint_every": 1},
+    "every other layer": {"checkpoint_every": 2},
+    "a part of each layer": {"checkpoint_modules": ["**.mlp"]},
+    "offloaded": {"offload": True, "offload_min_kib": 0},
+    "a part offloaded": {"offload": True, "offload_min_kib": 0, "offload_modules": ["**.self_attn", "**.mlp"]},
+    "both": {"checkpoint_every": 1, "offload": True, "offload_min_kib": 0, "offload_idle_mib": 0},
+}
+
+
+@pytest.mark.parametrize("how", ACTIVATIONS.values(), ids=list(ACTIVATIONS))
+@pytest.mark.parametrize("family", ["qwen3", "gpt_oss"])
+def test_where_activations_wait_changes_no_bit(factory: Factory, family: str, how: dict[str, object]) -> None:
+    config, loss = EngineConfig.model_validate({"activations": how}), Scaled(entropy=0.2)
+    batches = [pack(sequences(seed=seed)) for seed in (0, 1)]
+    a = gradient(factory(family, torch.float32, DEFAULT), batches, loss)
+    b = gradient(factory(family, torch.float32, config), batches, loss)
+    assert all(torch.equal(a[name], b[name]) for name in a) and any(bool(t.any()) for t in a.values())
+
+
+@pytest.mark.parametrize("key", ["checkpoint_modules", "offload_modules"])
+def test_a_pattern_that_matches_no_module_is_refused(factory: Factory, key: str) -> None:
+    how = {key: ["model.layers.*", "model.layer.*.mlp"]} | ({"offload": True} if "offload" in key else {})
+    config = EngineConfig.model_validate({"activations": how})
+    with pytest.raises(
+        StropError, match=rf"engine.activations.{key}: 'model.layer.\*.mlp' matches nothing; .*model.layers"
+    ):
+        factory("qwen3", torch.float32, config)
+
+
+def test_a_head_that_keeps_its_logits_changes_no_number(factory: Factory) -> None:
     loss = Scaled(entropy=0.2)
     a = gradient(factory("qwen3", torch.float32, DEFAULT), [pack(sequences())], loss)
-    b = gradient(factory("qwen3", torch.float32, EngineConfig.model_validate(change)), [pack(sequences())], loss)
+    b = gradient(factory("qwen3", torch.float32, EngineConfig(head="plain")), [pack(sequences())], loss)
     assert_close(a, b, 1e-5)
 
 

@@ -23,13 +23,17 @@ from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from strop.engines.fsdp2.host import Copier, HostBuffers, Transfer
+from strop.errors import EngineError
 
 
 class Stash:
     """One storage: on the device until its copy has ended, in a host buffer for as long as somebody needs it."""
 
-    def __init__(self, storage: UntypedStorage, version: int, host: tuple[HostBuffers, Tensor], copier: Copier) -> None:
-        self.version = version  # of the tensor that was saved: a later write makes other contents
+    def __init__(self, tensor: Tensor, host: tuple[HostBuffers, Tensor], copier: Copier) -> None:
+        storage = tensor.untyped_storage()
+        self.version = tensor._version  # a later write makes other contents
+        self._witness: Tensor | None = tensor.detach()  # counts the writes from now on
+        self._spoiled = False
         self._identity = StorageWeakRef(storage)  # while this lives, no other storage gets its key
         self._nbytes = storage.nbytes()
         self._buffers, self._buffer = host
@@ -45,7 +49,8 @@ class Stash:
         """Let go of the device's memory if the copy to the host has ended, or after it."""
         if self._coming is None and self._here is not None and (wait or self._leaving.ended()):
             self._leaving.wait()
-            self._here = None
+            self._look()
+            self._here = self._witness = None
 
     def fetch(self) -> None:
         """Start bringing it back, unless it is here."""
@@ -59,12 +64,25 @@ class Stash:
             self._here = self._coming = None
 
     def storage(self) -> UntypedStorage:
-        """On the device, ready to be read by what is computed next."""
+        """On the device, ready to be read by what is computed next.
+
+        EngineError when it was written over while a copy might still have been reading it; without offload autograd
+        refuses every such write.
+        """
+        self._look()
+        if self._spoiled:
+            raise EngineError(
+                "a tensor that the backward pass needs was written over in place after it was saved: such a module "
+                "cannot be trained, with or without offload"
+            )
         self.fetch()
         if self._coming is not None:
             self._coming.wait()
         assert self._here is not None
         return self._here
+
+    def _look(self) -> None:
+        self._spoiled = self._spoiled or (self._witness is not None and self._witness._version != self.version)
 
 
 class Pass:
@@ -170,8 +188,7 @@ class Offloader:
         storage = tensor.untyped_storage()
         stash = self._known.get(storage._cdata)
         if stash is None or stash.version != tensor._version:
-            host = self._buffers, self._buffers.take(storage.nbytes())
-            stash = Stash(storage, tensor._version, host, self._copier)
+            stash = Stash(tensor, (self._buffers, self._buffers.take(storage.nbytes())), self._copier)
             self._known[storage._cdata] = stash
         run.add(stash)
         return Saved(tensor, stash, run)
