@@ -210,7 +210,9 @@ def targets(module: PreTrainedModel, kinds: tuple[str, ...]) -> tuple[list[str],
     linear = {
         base_name(name): child
         for name, child in module.named_modules()
-        if isinstance(child, nn.Linear | Conv1D | LoraLayer) and base_name(name) is not None
+        if isinstance(child, nn.Linear | Conv1D | LoraLayer)
+        and base_name(name) is not None
+        and "base_layer" not in name.split(".")
     }
     by_kind: dict[str, list[str]] = {"attention": [], "mlp": [], "unembedding": []}
     for name, child in linear.items():

@@ -2,26 +2,52 @@
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Iterable
 from pathlib import Path
 
+import torch
+from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from strop.errors import CheckpointError
 from strop.models.loading import LanguageModel
 
 
-def export_model(model: LanguageModel, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
+def export_model(
+    model: LanguageModel,
+    tokenizer: PreTrainedTokenizerBase | None,
+    folder: Path,
+    weights: Iterable[tuple[str, Tensor]] | None = None,
+) -> None:
     """Write config, weights (safetensors, ties kept) and tokenizer into `folder`, whole or not at all.
 
-    Raises CheckpointError when `folder` exists and is not an earlier export.
+    `weights` stand for the model's own, under Hugging Face names: an adapter's merged ones. One that has an output
+    matrix of its own where the model ties it to the embedding is exported as it is. The model does not change. Raises
+    CheckpointError when `folder` exists and is not an earlier export.
     """
     if folder.exists() and any(folder.iterdir()) and not (folder / "config.json").is_file():
         raise CheckpointError(f"{folder} holds something that is not an exported model: give another folder")
+    state = None if weights is None else dict(weights)
     partial = folder.with_name(f".partial-{folder.name}")
     partial.mkdir(parents=True, exist_ok=True)
-    model.module.save_pretrained(partial)
-    tokenizer.save_pretrained(partial)
+    if state is None:
+        model.module.save_pretrained(partial)
+    else:
+        _save(model, state, partial)
+    if tokenizer is not None:
+        tokenizer.save_pretrained(partial)
     folder.mkdir(parents=True, exist_ok=True)
     for file in sorted(partial.iterdir()):
         file.replace(folder / file.name)
     partial.rmdir()
+
+
+def _save(model: LanguageModel, state: dict[str, Tensor], folder: Path) -> None:
+    """The architecture of `model` with other weights, through a module of its own on the meta device."""
+    config = copy.deepcopy(model.config)
+    if "lm_head.weight" in state and config.tie_word_embeddings:
+        config.tie_word_embeddings = False
+    with torch.device("meta"):
+        module = type(model.module)(config)
+    module.save_pretrained(folder, state_dict=state)
