@@ -347,6 +347,18 @@ def test_a_neighbour_cannot_be_seen(name: str, lengths: list[int], seed: int) ->
 
 
 @every_loss
+def test_a_loss_of_single_rows_sees_no_other_row_and_says_so(name: str) -> None:
+    """`Want.per_row` lets an engine take a loss's slope one row at a time; a sequence's ratio must not claim it."""
+    loss = replace(CASES[name][0], kl_coefficient=0.1, entropy_coefficient=0.2)
+    step = Step.draw([7, 5], 3)
+    step.mask_T[:] = True
+    others_T = torch.arange(len(step.mask_T)) != 2
+    moved = replace(step, logprobs_T=torch.where(others_T, step.logprobs_T - 0.1, step.logprobs_T))
+    alone = torch.equal(step.run(loss)[0][2], moved.run(loss)[0][2])
+    assert alone == loss.want.per_row == (name not in ("gspo", "gspo_token", "gmpo"))
+
+
+@every_loss
 @EXAMPLES
 @given(prefix=st.integers(1, 4), lengths=st.lists(st.integers(1, 5), min_size=1, max_size=4), seed=seeds)
 def test_a_branch_counts_its_own_tokens(name: str, prefix: int, lengths: list[int], seed: int) -> None:

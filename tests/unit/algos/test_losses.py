@@ -93,9 +93,9 @@ def test_numbers_that_are_not_there_are_missed() -> None:
 
 
 def test_a_loss_asks_only_for_what_it_uses() -> None:
-    assert PolicyGradient().want == Want()
-    assert PolicyGradient(entropy_coefficient=-0.1).want == Want(entropy=True)
-    assert CrossEntropy().want == Want()
+    assert PolicyGradient().want == Want(per_row=True)
+    assert PolicyGradient(entropy_coefficient=-0.1).want == Want(entropy=True, per_row=True)
+    assert CrossEntropy().want == Want(per_row=True)
     assert ClippedValue().want == Want(values=True)
 
 
