@@ -146,6 +146,38 @@ def test_checkpointing_keeps_less_and_says_so() -> None:
     assert kept <= with_it < without / 2
 
 
+@pytest.mark.parametrize("every", [0, 1, 2])
+def test_offload_needs_the_host_memory_that_is_said(every: int) -> None:
+    """What waits in host buffers, from above and not twice too high; less stays on the device than without."""
+    how = ActivationsConfig(checkpoint_every=every, offload=True, offload_min_kib=0, offload_idle_mib=0)
+    config = recipe("qwen3", "torch", activations=how)
+    model = load_model(config.model, vocab_size=256, seed=0)
+    trainer = Fsdp2Engine(model, config.engine)
+    asyncio.run(trainer.forward_backward([batch(256)], CrossEntropy()))
+    buffers = trainer._activations.buffers
+    assert buffers is not None
+    memory = estimate.memory(_measure(model.module), config, step_tokens=10**9, impl=model.impl)
+    without = config.model_copy(update={"engine": EngineConfig(pack_tokens=TOKENS)})
+    plain = estimate.memory(_measure(model.module), without, step_tokens=10**9, impl=model.impl)
+    assert buffers.peak / estimate.MIB <= memory.offloaded <= 2 * buffers.peak / estimate.MIB
+    assert memory.activations < plain.activations and plain.offloaded == 0
+    idle = config.engine.activations.model_copy(update={"offload_idle_mib": 1})
+    more = config.model_copy(update={"engine": config.engine.model_copy(update={"activations": idle})})
+    waiting = estimate.memory(_measure(model.module), more, step_tokens=10**9, impl=model.impl).offloaded
+    assert waiting == memory.offloaded + min(memory.offloaded, 1)
+
+
+@pytest.mark.parametrize("every", [1, 2, 3])
+def test_every_nth_layer_keeps_less(every: int) -> None:
+    config = recipe("qwen3", "torch", activations=ActivationsConfig(checkpoint_every=every))
+    model = load_model(config.model, vocab_size=256, seed=0)
+    most = estimate.memory(_measure(model.module), config, step_tokens=10**9, impl=model.impl).activations
+    kept = kept_for_backward(Fsdp2Engine(model, config.engine), 256) / estimate.MIB
+    plain = estimate.memory(_measure(model.module), recipe("qwen3", "torch"), step_tokens=10**9, impl=model.impl)
+    one_again = plain.activations / 3
+    assert kept <= most and most - one_again <= 2 * kept
+
+
 def test_a_small_step_needs_less_than_a_full_pack() -> None:
     config = recipe("qwen3", "torch")
     shape = _measure(load_model(config.model, vocab_size=256, seed=0).module)
