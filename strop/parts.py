@@ -26,6 +26,7 @@ from strop.tokens.base import Renderer
 from strop.tokens.build import build_renderer
 from strop.types import Int32s, SamplingParams
 
+POLICY = "policy"  # the name of the adapter that a recipe trains
 EVALUATION_SEED = 0x5EED  # held-out attempts are drawn alike in every run, so that runs can be compared
 
 
@@ -41,6 +42,7 @@ class Parts:
     new_env: Callable[[Task], Env]
     model: LanguageModel
     engine: Engine
+    base: Engine | None  # what an adapter stands on: the model without it
     sampler: Sampler
     params: SamplingParams
 
@@ -77,6 +79,14 @@ def build_parts(recipe: Recipe, base: Path) -> Parts:
     tokenizer = load_tokenizer(recipe.model)
     renderer = build_renderer(recipe.renderer, tokenizer, end_tokens(recipe.model, tokenizer))
     model = load_model(recipe.model, vocab_size=len(tokenizer), seed=recipe.seed)
+    adapter = recipe.engine.adapter if recipe.engine.adapter.rank else None
+    if adapter is None:
+        sampler = build_sampler(recipe.sampler, model.clone(), decode_with(tokenizer))
+        frozen, engine = None, build_engine(recipe.engine, model)
+    else:  # nobody changes the model itself, so trainer, sampler and reference share it
+        sampler = build_sampler(recipe.sampler, model, decode_with(tokenizer), adapter)
+        frozen = build_engine(recipe.engine, model, trainable=False)
+        engine = frozen.adapter(POLICY, adapter)
     return Parts(
         recipe=recipe,
         tokenizer=tokenizer,
@@ -85,7 +95,8 @@ def build_parts(recipe: Recipe, base: Path) -> Parts:
         held_out=tasks.held_out,
         new_env=make_env(recipe.tasks, base),
         model=model,
-        sampler=build_sampler(recipe.sampler, model.clone(), decode_with(tokenizer)),
-        engine=build_engine(recipe.engine, model),
+        sampler=sampler,
+        engine=engine,
+        base=frozen,
         params=sampling_params(recipe.draw, renderer),
     )

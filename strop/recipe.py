@@ -14,7 +14,7 @@ import torch
 from rich.console import Console
 
 from strop.config.recipe import Recipe
-from strop.parts import build_parts
+from strop.parts import POLICY, Parts, build_parts
 from strop.stages import run_loops
 from strop.track.live import live_view
 from strop.track.report import write_report
@@ -48,7 +48,7 @@ async def _train(recipe: Recipe, recipe_path: Path, *, resume: bool) -> None:
         best = run.store.pinned("best") or run.store.latest()
     if best is not None:
         await parts.engine.load(best.engine)
-        export_model(parts.model, parts.tokenizer, folder / "export")
+        _export(parts, folder / "export")
     print_summary(folder, write_report(folder), console)
 
 
@@ -76,5 +76,15 @@ def export(recipe: Recipe, recipe_path: Path, checkpoint: Path, target: Path) ->
     """Write a checkpoint as a Hugging Face folder."""
     parts = build_parts(recipe, recipe_path.parent)
     asyncio.run(parts.engine.load(checkpoint))
-    export_model(parts.model, parts.tokenizer, target)
+    _export(parts, target)
     return target
+
+
+def _export(parts: Parts, folder: Path) -> None:
+    """A Hugging Face folder, with the adapter merged in where one was trained, and beside it the adapter alone."""
+    merged = parts.engine.weights() if parts.base is not None else None
+    export_model(parts.model, parts.tokenizer, folder, merged)
+    if parts.base is not None:
+        from strop.models.lora import find_adapter
+
+        find_adapter(parts.model, POLICY).save(folder / "adapter")

@@ -6,16 +6,19 @@ before a resume and after it.
 
 from __future__ import annotations
 
+from strop.checkpoint.beside import Beside
 from strop.config.imitation import BestOfNConfig, DistillConfig
-from strop.config.loops import SFTConfig
+from strop.config.loops import LoopConfig, SFTConfig
 from strop.config.model import ModelConfig
 from strop.config.policy import GRPOConfig
+from strop.config.ppo import CriticConfig, PPOConfig
 from strop.config.preferences import DPOConfig
 from strop.data.stream import TaskStream
 from strop.engines.base import Engine
 from strop.engines.build import build_engine
 from strop.errors import EngineError
-from strop.loops import best_of_n, distill, dpo, grpo, sft
+from strop.loops import best_of_n, distill, dpo, grpo, ppo, sft
+from strop.models.heads import ValueHead, make_value_model
 from strop.models.loading import LanguageModel, load_model
 from strop.models.tokenizer import load_tokenizer, same_tokens
 from strop.parts import Parts
@@ -32,6 +35,8 @@ async def run_loops(parts: Parts, run: Run) -> None:
                 await _dpo(cfg, parts, run)
             case GRPOConfig():
                 await _grpo(cfg, parts, run)
+            case PPOConfig():
+                await _ppo(cfg, parts, run)
             case DistillConfig():
                 await _distill(cfg, parts, run)
             case BestOfNConfig():
@@ -59,7 +64,7 @@ async def _sft(cfg: SFTConfig, parts: Parts, run: Run) -> None:
 
 async def _dpo(cfg: DPOConfig, parts: Parts, run: Run) -> None:
     tasks = TaskStream(parts.train_tasks, seed=parts.recipe.seed)
-    start = parts.model.clone() if cfg.needs_reference else None  # before `begin`, which may load a later state
+    start = _copy(cfg, parts)  # before `begin`, which may load a later state
     if not await run.begin("dpo", parts.engine, tasks):
         return
     await dpo.train(
@@ -72,14 +77,14 @@ async def _dpo(cfg: DPOConfig, parts: Parts, run: Run) -> None:
         run=run,
         packing=parts.recipe.engine,
         too_long=parts.recipe.tasks.too_long,
-        reference=None if start is None else await _frozen(start, "dpo", parts, run),
+        reference=await _reference(cfg, start, "dpo", parts, run),
     )
 
 
 async def _grpo(cfg: GRPOConfig, parts: Parts, run: Run) -> None:
     recipe = parts.recipe
     tasks = TaskStream(parts.train_tasks, seed=recipe.seed)
-    start = parts.model.clone() if cfg.needs_reference else None  # before `begin`, which may load a later state
+    start = _copy(cfg, parts)  # before `begin`, which may load a later state
     if not await run.begin("grpo", parts.engine, tasks):
         return
     await grpo.train(
@@ -94,8 +99,49 @@ async def _grpo(cfg: GRPOConfig, parts: Parts, run: Run) -> None:
         packing=recipe.engine,
         too_long=recipe.tasks.too_long,
         max_gap=recipe.sampler.max_gap,
-        reference=None if start is None else await _frozen(start, "grpo", parts, run),
+        reference=await _reference(cfg, start, "grpo", parts, run),
     )
+
+
+async def _ppo(cfg: PPOConfig, parts: Parts, run: Run) -> None:
+    recipe = parts.recipe
+    tasks = TaskStream(parts.train_tasks, seed=recipe.seed)
+    start = _copy(cfg, parts)  # before `begin`, which may load a later state
+    critic = _critic(cfg.critic, parts)
+    if not await run.begin("ppo", Beside(parts.engine, {"critic": critic}), tasks):
+        return
+    await ppo.train(
+        cfg,
+        tasks=tasks,
+        player=parts.player(recipe.seed),
+        params=parts.params,
+        policy=parts.engine,
+        critic=critic,
+        sampler=parts.sampler,
+        evaluator=parts.evaluator(),
+        run=run,
+        packing=recipe.engine,
+        too_long=recipe.tasks.too_long,
+        max_gap=recipe.sampler.max_gap,
+        reference=await _reference(cfg, start, "ppo", parts, run),
+    )
+
+
+def _critic(cfg: CriticConfig, parts: Parts) -> Engine:
+    """An engine over a value model: of its own, or a copy of the policy as it is now."""
+    if cfg.model is None and parts.base is None:
+        model = parts.model.clone()
+        make_value_model(model.module)
+    elif cfg.model is None:
+        vocab_size, seed = len(parts.tokenizer), parts.recipe.seed
+        model = load_model(parts.recipe.model, vocab_size=vocab_size, seed=seed, value_head=ValueHead.FRESH)
+    else:
+        same_tokens(parts.tokenizer, load_tokenizer(cfg.model), key="ppo.critic.model")
+        model = load_model(
+            cfg.model, vocab_size=len(parts.tokenizer), seed=parts.recipe.seed, value_head=ValueHead(cfg.head)
+        )
+    own = parts.recipe.engine.model_copy(update={"param_groups": {}})  # those name the policy's parameters
+    return build_engine(own, model)
 
 
 async def _distill(cfg: DistillConfig, parts: Parts, run: Run) -> None:
@@ -145,10 +191,26 @@ async def _best_of_n(cfg: BestOfNConfig, parts: Parts, run: Run) -> None:
     )
 
 
-async def _frozen(model: LanguageModel, stage: str, parts: Parts, run: Run) -> Engine:
-    """A frozen engine with the weights that `stage` began from, also after a resume."""
-    engine = build_engine(parts.recipe.engine, model, trainable=False)
-    start = run.start_of(stage)
+def _copy(cfg: LoopConfig, parts: Parts) -> LanguageModel | None:
+    """The model as it is now, where a loop needs a reference that nothing else keeps."""
+    return parts.model.clone() if cfg.needs_reference and parts.base is None else None
+
+
+async def _reference(cfg: LoopConfig, start: LanguageModel | None, stage: str, parts: Parts, run: Run) -> Engine | None:
+    """A frozen engine with the weights that `stage` began from, also after a resume; None when it needs none.
+
+    Under an adapter that is the model without it, or with the adapter of the stage before.
+    """
+    if not cfg.needs_reference:
+        return None
+    begun = run.start_of(stage)
     if start is not None:
-        await engine.load(start)
+        engine = build_engine(parts.recipe.engine, start, trainable=False)
+    elif parts.base is not None and begun is None:
+        return parts.base
+    else:
+        assert parts.base is not None
+        engine = parts.base.adapter(f"start-of-{stage}", parts.recipe.engine.adapter, trainable=False)
+    if begun is not None:
+        await engine.load(begun)
     return engine

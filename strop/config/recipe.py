@@ -13,10 +13,12 @@ from typing import Annotated, Literal, Self
 from pydantic import Field, model_validator
 
 from strop.config.activations import ActivationsConfig
+from strop.config.adapter import AdapterConfig
 from strop.config.imitation import BestOfNConfig, DistillConfig
 from strop.config.loops import LoopConfig, SFTConfig
 from strop.config.model import ModelConfig
 from strop.config.policy import GRPOConfig
+from strop.config.ppo import PPOConfig
 from strop.config.preferences import DPOConfig, RewardModelConfig
 from strop.config.section import Fraction, GroupName, NonNegative, Plain, Positive, Section
 
@@ -128,6 +130,8 @@ class EngineConfig(Section):
     head_rows: Positive = 256
     """Tokens whose logits are in flight at once in a `chunked`, `fused` or `triton` head: 4 bytes times this and 2048,
     and the whole vocabulary instead in `fused`."""
+    adapter: AdapterConfig = AdapterConfig()
+    """A low-rank adapter that is trained instead of the whole model; the model itself then serves as the reference."""
     activations: ActivationsConfig = ActivationsConfig()
     """What a forward pass keeps for its backward pass, and where."""
     max_skipped_steps: Positive = 3
@@ -201,7 +205,7 @@ class RunConfig(Section):
     """Draw progress in the terminal when there is one."""
 
 
-LOOPS = ("sft", "dpo", "reward_model", "grpo", "distill", "best_of_n")
+LOOPS = ("sft", "dpo", "reward_model", "grpo", "ppo", "distill", "best_of_n")
 """The sections of a recipe that are loops, in the order in which they run."""
 NO_LOOP = f"there is no loop to run: add one or more of the sections {', '.join(LOOPS)}"
 
@@ -235,6 +239,8 @@ class Recipe(Section):
     """A reward model, instead of a policy; null leaves it out."""
     grpo: GRPOConfig | None = None
     """Group-relative policy optimisation; null leaves it out."""
+    ppo: PPOConfig | None = None
+    """Proximal policy optimisation, with a critic; null leaves it out."""
     distill: DistillConfig | None = None
     """On-policy distillation; null leaves it out."""
     best_of_n: BestOfNConfig | None = None
@@ -246,6 +252,8 @@ class Recipe(Section):
     def _has_a_loop(self) -> Self:
         if not self.loops():
             raise ValueError(NO_LOOP)
+        if self.engine.adapter.rank and "reward_model" in self.loops():
+            raise ValueError("engine.adapter.rank is above 0: a reward model is trained whole, so set it to 0")
         if self.sft is not None and self.sft.stop_at_accuracy is not None and not self.evaluate.every:
             raise ValueError("sft.stop_at_accuracy needs evaluate.every above 0: accuracy is known only where measured")
         return self
@@ -257,6 +265,7 @@ class Recipe(Section):
             "dpo": self.dpo,
             "reward_model": self.reward_model,
             "grpo": self.grpo,
+            "ppo": self.ppo,
             "distill": self.distill,
             "best_of_n": self.best_of_n,
         }

@@ -156,6 +156,14 @@ def add_adapter(model: LanguageModel, name: str, config: AdapterConfig) -> Adapt
     return _inject(model, name, lora, seed=config.seed)
 
 
+def find_adapter(model: LanguageModel, name: str) -> Adapter:
+    """An adapter that was added before. EngineError when there is none of that name."""
+    known: dict[str, LoraConfig] = vars(model.module).get("peft_config", {})
+    if name not in known:
+        raise EngineError(f"no adapter is called {name!r}; there are {', '.join(sorted(known)) or 'none'}")
+    return Adapter(model, name, known[name])
+
+
 def import_adapter(model: LanguageModel, name: str, folder: Path) -> Adapter:
     """An adapter that PEFT, or strop, wrote. CheckpointError when it is none; EngineError when it does not fit.
 

@@ -4,13 +4,29 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from strop.config.adapter import AdapterConfig
 from strop.config.recipe import SamplerConfig
 from strop.models.loading import LanguageModel
 from strop.rollout.base import Sampler
 
 
-def build_sampler(config: SamplerConfig, model: LanguageModel, decode: Callable[[list[int]], str]) -> Sampler:
-    """The sampler of `config.kind` over a model of its own; `decode` turns ids into text, for stop strings."""
+def build_sampler(
+    config: SamplerConfig,
+    model: LanguageModel,
+    decode: Callable[[list[int]], str],
+    adapter: AdapterConfig | None = None,
+) -> Sampler:
+    """The sampler of `config.kind` over a model of its own; `decode` turns ids into text, for stop strings.
+
+    With an `adapter` the model may be the trainer's: the sampler adds an adapter of its own to it.
+    """
     from strop.rollout.builtin.sampler import BuiltinSampler
 
-    return BuiltinSampler(model, max_running=config.max_running, cache_tokens=config.cache_tokens, decode=decode)
+    served = None
+    if adapter is not None:
+        from strop.models.lora import add_adapter
+
+        served = add_adapter(model, "sampled", adapter)
+    return BuiltinSampler(
+        model, max_running=config.max_running, cache_tokens=config.cache_tokens, decode=decode, adapter=served
+    )

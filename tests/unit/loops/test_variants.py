@@ -9,14 +9,20 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
+from strop import recipe as runner
 from strop.algos.choice import policy_loss
 from strop.algos.losses import PolicyLoss
 from strop.config.loader import load_recipe
 from strop.config.policy import AdvantageConfig, GRPOConfig, PolicyLossConfig
+from strop.models.attention import PackedAttention
+from strop.models.loading import load_model
+from strop.models.lora import import_adapter
 from strop.parts import build_parts
 from strop.stages import run_loops
 from strop.track.run import Run
+from strop.types import Layout
 from tests.unit.loops.test_recipe import RECIPE
 
 
@@ -112,7 +118,33 @@ def test_a_loss_has_the_knobs_of_its_recipe() -> None:
         of_selection = {"fraction", "covariance_low", "covariance_high"}
         given = {name: value for name, value in knobs.items() if name not in of_selection}
         fields = set(type(loss).__dataclass_fields__) - {"kl_coefficient", "kl_estimator", "entropy_coefficient"}
+        fields -= {"per_row"}
         assert fields == set(given)
         assert {name: getattr(loss, name) for name in fields} == given
     in_reward = GRPOConfig.model_validate({"kl": {"coefficient": 0.5, "place": "reward"}})
     assert policy_loss(in_reward, 0.5).kl_coefficient == 0.0
+
+
+def test_an_adapter_learns_and_is_exported_both_ways(tmp_path: Path) -> None:
+    """Trainer, sampler and reference share one model; two stages, so that the second's reference is an adapter too."""
+    path = tmp_path / "tiny.yaml"
+    path.write_text(RECIPE)
+    changed = [
+        "engine.adapter={rank: 4, targets: [attention, mlp, unembedding]}",
+        "sft={steps: 3, tasks_per_step: 8, schedule: {lr: 1e-2}}",
+        "grpo={steps: 3, tasks_per_step: 4, group_size: 4, schedule: {lr: 1e-2}, kl: {coefficient: 0.01}}",
+        f"run.folder={tmp_path}/run",
+    ]
+    runner.train(load_recipe(path, changed), path, resume=False)
+    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    grpo = [row for row in rows if row["stage"] == "grpo"]
+    assert all(row["sampler/gap_max"] <= 1e-5 for row in grpo)
+    assert grpo[0]["kl/reference"] == pytest.approx(0.0, abs=1e-6), "the stage begins where its reference stands"
+    assert grpo[-1]["kl/reference"] > 1e-6
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "export")
+    base = load_model(load_recipe(path).model, vocab_size=15, seed=3)
+    adapted = import_adapter(base, "a", tmp_path / "run" / "export" / "adapter")
+    ids = torch.tensor([3, 4, 5, 6])
+    with torch.no_grad(), adapted.on():
+        ours = base.logits(base.hidden(ids, torch.arange(4), PackedAttention(Layout((4,)), base.impl)))
+        assert torch.allclose(merged(ids[None]).logits[0], ours, atol=1e-4)
