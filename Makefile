@@ -11,13 +11,14 @@ PIP = $(BIN)/python -m pip install --quiet --disable-pip-version-check
 RUN_FOLDER = runs/$(basename $(notdir $(RECIPE)))-$(shell date +%Y%m%d-%H%M%S)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check check-style check-imports check-budgets check-pages check-types bench mutants docs clean
+.PHONY: help demo test check check-style check-imports check-budgets check-pages check-types bench mutants recipes docs clean
 
 help:
 	@echo "make demo    install, train a small model on this machine (RECIPE=recipes/quickstart.yaml), show before and after"
 	@echo "make test    install, run the fast tests"
 	@echo "make check   install, run ruff, pyright, import-linter, the budgets, and compare generated pages"
 	@echo "make mutants install, break the algorithms in thousands of small ways, print what no test noticed (minutes)"
+	@echo "make recipes install, train every short recipe, check that each learned, write docs/results.md (an hour)"
 	@echo "make bench   install, measure speed and memory beside other libraries, print ratios (minutes)"
 	@echo "make docs    install, write the generated pages anew"
 
@@ -49,6 +50,9 @@ docs: $(VENV)/.installed-dev
 
 mutants: $(VENV)/.installed-mutants
 	OMP_NUM_THREADS=1 $(BIN)/python tools/mutants.py --workers $(WORKERS)
+
+recipes: $(VENV)/.installed-dev
+	$(BIN)/python tools/recipes.py --write --out runs/recipes-$(shell date +%Y%m%d-%H%M%S)
 
 bench: $(VENV)/.installed-dev $(BENCH_VENV)/.installed
 	$(BIN)/python -m benchmarks.grpo_step --trl-python $(BENCH_VENV)/bin/python
