@@ -19,6 +19,7 @@ from pydantic_core import ErrorDetails
 from strop.config import yaml12
 from strop.config.imitation import DistillConfig
 from strop.config.model import ModelConfig
+from strop.config.ppo import PPOConfig
 from strop.config.recipe import LOOPS, NO_LOOP, Recipe
 from strop.config.section import Section
 from strop.errors import ConfigError
@@ -294,6 +295,7 @@ def _located(recipe: Recipe, path: Path) -> Recipe:
         update={
             "model": _located_model(model, base),
             "distill": _teachers(recipe.distill, base) if recipe.distill is not None else None,
+            "ppo": _critic(recipe.ppo, base) if recipe.ppo is not None else None,
             "tasks": tasks.model_copy(
                 update={
                     "path": tasks.path if tasks.source == "reasoning_gym" else _file(tasks.path, base),
@@ -318,6 +320,11 @@ def _located_model(model: ModelConfig, base: Path) -> ModelConfig:
 def _teachers(distill: DistillConfig, base: Path) -> DistillConfig:
     teachers = [t.model_copy(update={"model": _located_model(t.model, base)}) for t in distill.teachers]
     return distill.model_copy(update={"teachers": tuple(teachers)})
+
+
+def _critic(ppo: PPOConfig, base: Path) -> PPOConfig:
+    model = _located_model(ppo.critic.model, base) if ppo.critic.model is not None else None
+    return ppo.model_copy(update={"critic": ppo.critic.model_copy(update={"model": model})})
 
 
 def _file(text: str, base: Path) -> str:

@@ -42,6 +42,7 @@ _EXAMPLES: Mapping[str, Any] = {
     "model.path": "models/base",
     "tasks.source": "jsonl",
     "tasks.path": "tasks.jsonl",
+    "ppo.critic.model.path": "models/base",
     "distill.teachers": [{"model": {"path": "models/teacher"}}],
 }
 

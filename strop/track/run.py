@@ -40,6 +40,7 @@ from strop.track.spans import Clock, Spans
 from strop.track.view import NoView, View
 from strop.types import Group, Metric, Metrics, Reduction, merge_metrics, results
 
+POLICY = "optim"  # what the metrics of the policy's optimizer steps begin with
 _LOCK = ".lock"
 _log = logging.getLogger(__name__)
 
@@ -92,7 +93,7 @@ class Run:
         self._watch = watch
         self._resumed = resumed
         self._loaded = False
-        self._skipped_in_row = 0
+        self._skipped_in_row: dict[str, int] = {}  # by engine; a checkpoint keeps the policy's
         self._best = resumed.state.best_accuracy if resumed is not None else None
         self._improved_at: tuple[str, int] | None = None
         self._optim: Metrics = {}
@@ -168,7 +169,7 @@ class Run:
         self.step = here.step if here is not None else 0
         self.updates = here.updates if here is not None else 0
         self.carried = dict(here.carried) if here is not None else {}
-        self._skipped_in_row = here.skipped_in_row if here is not None else 0
+        self._skipped_in_row = {POLICY: here.skipped_in_row if here is not None else 0}
         if here is not None and here.done:
             return False
         for sink in self._watch.sinks:
@@ -198,26 +199,27 @@ class Run:
         with self._spans.span(name):
             yield
 
-    def count_outcome(self, outcome: OptimOutcome) -> None:
+    def count_outcome(self, outcome: OptimOutcome, engine: str = POLICY) -> None:
         """Record what an optimizer step did; `updates` counts the applied ones, so a skip does not move the schedule.
 
-        EngineError after `engine.max_skipped_steps` skipped ones in a row, naming the reason.
+        `engine` is its name in the metrics; those of another engine than the policy do not move `updates`. EngineError
+        after `engine.max_skipped_steps` skipped ones of one engine in a row, naming the reason.
         """
-        counted: Metrics = {"optim/skipped": Metric(Reduction.SUM, float(outcome.skipped))}
+        counted: Metrics = {f"{engine}/skipped": Metric(Reduction.SUM, float(outcome.skipped))}
         if not outcome.skipped:
-            counted["optim/grad_norm"] = Metric(Reduction.MEAN, outcome.grad_norm)
-            counted |= _rates(outcome)
+            counted[f"{engine}/grad_norm"] = Metric(Reduction.MEAN, outcome.grad_norm)
+            counted |= _rates(outcome, engine)
         self._optim = merge_metrics([self._optim, counted])
         if not outcome.skipped:
-            self.updates += 1
-            self._skipped_in_row = 0
+            self.updates += engine == POLICY
+            self._skipped_in_row[engine] = 0
             return
-        self._skipped_in_row += 1
-        _log.warning("optimizer step skipped after step %d of %s: %s", self.step, self.stage, outcome.reason)
+        in_row = self._skipped_in_row[engine] = self._skipped_in_row.get(engine, 0) + 1
+        _log.warning("%s step skipped after step %d of %s: %s", engine, self.step, self.stage, outcome.reason)
         limit = self.recipe.engine.max_skipped_steps
-        if self._skipped_in_row >= limit:
+        if in_row >= limit:
             raise EngineError(
-                f"{self._skipped_in_row} optimizer steps in a row were skipped ({outcome.reason}) after step "
+                f"{in_row} optimizer steps in a row were skipped ({outcome.reason}) after step "
                 f"{self.step} of {self.stage}, and engine.max_skipped_steps={limit}: try a lower schedule.lr or "
                 "schedule.max_grad_norm"
             )
@@ -313,7 +315,7 @@ class Run:
             step=self.step,
             done=last,
             updates=self.updates,
-            skipped_in_row=self._skipped_in_row,
+            skipped_in_row=self._skipped_in_row.get(POLICY, 0),
             stream=tasks.state(),
             carried=self.carried,
             best_accuracy=self._best,
@@ -322,10 +324,10 @@ class Run:
         await self.store.save(engine.save, state, pins)
 
 
-def _rates(outcome: OptimOutcome) -> Metrics:
+def _rates(outcome: OptimOutcome, engine: str) -> Metrics:
     """The learning rate, and each group's own where they differ: then the first is the largest of them."""
-    by_group = {f"optim/lr/{name}": applied.lr for name, applied in outcome.applied.items()}
-    rates = {"optim/lr": max(by_group.values())} | (by_group if len(set(by_group.values())) > 1 else {})
+    by_group = {f"{engine}/lr/{name}": applied.lr for name, applied in outcome.applied.items()}
+    rates = {f"{engine}/lr": max(by_group.values())} | (by_group if len(set(by_group.values())) > 1 else {})
     return {name: Metric(Reduction.MEAN, rate) for name, rate in rates.items()}
 
 

@@ -7,9 +7,12 @@ from pathlib import Path
 import pytest
 
 from strop.config import reference
+from strop.config.imitation import BestOfNConfig
 from strop.config.loader import all_keys, read_recipe, section_of
-from strop.config.loops import SFTConfig
+from strop.config.loops import LoopConfig, SFTConfig
 from strop.config.policy import GRPOConfig
+from strop.config.ppo import CriticConfig, PPOConfig
+from strop.config.preferences import DPOConfig, RewardModelConfig
 from strop.config.recipe import ModelConfig, Recipe, TasksConfig
 from strop.config.section import Section
 
@@ -51,12 +54,21 @@ def test_check_fails_when_a_file_is_stale_and_write_mends_it(
 def test_the_reference_recipe_loads_and_holds_every_default() -> None:
     """C08: the generated files cannot hold other defaults than the declarations."""
     recipe = read_recipe(reference.commented_yaml(), "reference.yaml")
-    assert recipe == Recipe(
-        model=ModelConfig(path="models/base"),
-        tasks=TasksConfig(source="jsonl", path="tasks.jsonl"),
-        sft=SFTConfig(),
-        grpo=GRPOConfig(),
-    )
+    model = ModelConfig(path="models/base")
+    assert (recipe.model, recipe.tasks) == (model, TasksConfig(source="jsonl", path="tasks.jsonl"))
+    assert recipe.ppo == PPOConfig(critic=CriticConfig(model=model))
+    assert recipe.distill is not None and len(recipe.distill.teachers) == 1
+    given = {"model", "tasks", "ppo", "distill"}
+    defaults: dict[str, LoopConfig] = {
+        "sft": SFTConfig(),
+        "grpo": GRPOConfig(),
+        "dpo": DPOConfig(),
+        "best_of_n": BestOfNConfig(),
+    }
+    defaults["reward_model"] = RewardModelConfig()
+    for name, field in Recipe.model_fields.items():
+        if name not in given:
+            assert getattr(recipe, name) == defaults.get(name, field.default), name
 
 
 def test_the_page_names_every_key_with_its_default_and_bounds() -> None:
