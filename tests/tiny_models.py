@@ -63,6 +63,9 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "glm4_moe": {
         **COMMON, **EXPERTS, "head_dim": 16, "n_routed_experts": 4, "n_shared_experts": 1, "first_k_dense_replace": 1,
     },
+    "minimax_m2": {
+        **COMMON, "head_dim": 16, "num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 16,
+    },
     "qwen3_next": {**COMMON, **EXPERTS, **LINEAR, "num_experts": 4, "shared_expert_intermediate_size": 16},
     "qwen3_5_text": {**COMMON, **LINEAR},
     "qwen3_5_moe_text": {**COMMON, **EXPERTS, **LINEAR, "num_experts": 4, "shared_expert_intermediate_size": 16},
@@ -70,7 +73,9 @@ FAMILIES: dict[str, dict[str, Any]] = {
 DENSE = (
     "llama", "qwen2", "qwen3", "mistral", "phi3", "olmo2", "smollm3", "gemma2", "gemma3_text", "gpt2", "qwen3_5_text",
 )  # fmt: skip
-EXPERT_MODELS = ("qwen3_moe", "mixtral", "gpt_oss", "deepseek_v3", "glm4_moe", "qwen3_next", "qwen3_5_moe_text")
+EXPERT_MODELS = (
+    "qwen3_moe", "mixtral", "gpt_oss", "deepseek_v3", "glm4_moe", "minimax_m2", "qwen3_next", "qwen3_5_moe_text",
+)  # fmt: skip
 LINEAR_MODELS = ("qwen3_5_text", "qwen3_next", "qwen3_5_moe_text")
 REFUSED: dict[str, dict[str, Any]] = {
     "olmo_hybrid": {**COMMON, "layer_types": ["linear_attention", "full_attention"]},
