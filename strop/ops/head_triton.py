@@ -134,7 +134,8 @@ def _logits(
         z += tl.load(bias + column, mask=column < V, other=0.0).to(WIDE)[None, :]
         z = tl.maximum(z, BAN)
     if HAS_CAP:
-        z = cap * (1.0 - 2.0 / (tl.exp(2.0 * z / cap) + 1.0))  # cap * tanh(z / cap)
+        e = tl.exp(-2.0 * tl.abs(z) / cap)
+        z = tl.where(z < 0, -cap, cap) * (1.0 - e) / (1.0 + e)  # cap * tanh(z / cap)
     return z / temperature[:, None]
 
 

@@ -79,8 +79,11 @@ def test_what_is_not_asked_for_is_not_there(form: str) -> None:
 
 
 @pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("of", [case(n=3), case(n=3, v=7, full=True), case(n=3, v=7, full=True, softcap=None, temperature=2.0)],
-                         ids=["bare", "full", "one-temperature"])  # fmt: skip
+@pytest.mark.parametrize(
+    "of",
+    [case(n=3), case(n=3, v=7, full=True), case(n=3, v=7, full=True, softcap=None, temperature=2.0)],
+    ids=["bare", "full", "one-temperature"],
+)
 def test_gradients_are_finite_differences(form: str, of: Case) -> None:
     names = list(of.leaves())
     leaves = tuple(t.clone().requires_grad_() for t in of.leaves().values())
@@ -394,15 +397,15 @@ def test_tokens_outside_the_vocabulary_are_refused(form: str) -> None:
     assert run(form, of, top_k=13)[0].top_k_ids_NK is not None
 
 
-def test_float32_in_is_float32_out() -> None:
+@pytest.mark.parametrize("form", FORMS)
+def test_float32_in_is_float32_out(form: str) -> None:
     of = case(full=True)
     narrow = replace(of, **{name: t.float() for name, t in of.leaves().items()})
-    for form in FORMS:
-        scored, _ = run(form, narrow, top_k=2, square_sums=True)
-        kinds = {name: t.dtype for name, t in vars_of(scored).items()}
-        assert kinds.pop("top_k_ids_NK") == torch.int64 and set(kinds.values()) == {torch.float32}
-        wide, _ = run("plain", of)
-        assert torch.allclose(scored.logprobs_N.double(), wide.logprobs_N, rtol=0, atol=1e-5)
+    scored, _ = run(form, narrow, top_k=2, square_sums=True)
+    kinds = {name: t.dtype for name, t in vars_of(scored).items()}
+    assert kinds.pop("top_k_ids_NK") == torch.int64 and set(kinds.values()) == {torch.float32}
+    wide, _ = run("plain", of)
+    assert torch.allclose(scored.logprobs_N.double(), wide.logprobs_N, rtol=0, atol=1e-5)
 
 
 def test_a_uniform_row_has_the_logprob_of_chance() -> None:
