@@ -39,6 +39,7 @@ class Shape:
     context: int  # positions
     experts: int  # K that a token visits; 0 without experts
     rms_norms: bool  # of the kind that the native kernels take over, with what is around them
+    adapter: int = 0  # numbers in the matrices of an adapter; 0: the whole model is trained
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,7 +78,7 @@ class Memory:
         return {name: size for name, size in parts.items() if size}
 
 
-def shape_of(config: PretrainedConfig, parameters: int, matrices: int) -> Shape:
+def shape_of(config: PretrainedConfig, parameters: int, matrices: int, adapter: int = 0) -> Shape:
     """Sizes from a transformers configuration; families leave some of them out."""
     text = config.get_text_config()
     heads, hidden = int(text.num_attention_heads), int(text.hidden_size)
@@ -98,6 +99,7 @@ def shape_of(config: PretrainedConfig, parameters: int, matrices: int) -> Shape:
         context=int(text.max_position_embeddings),
         experts=experts,
         rms_norms=_value(text, "rms_norm_eps") is not None,
+        adapter=adapter,
     )
 
 
@@ -124,8 +126,8 @@ def memory(shape: Shape, recipe: Recipe, *, step_tokens: int, impl: Impl, teache
     b bytes a number of the dtype, N parameters, T tokens of the largest pack, min(engine.pack_tokens, step_tokens):
 
         weights       N b
-        gradients     N b
-        optimizer     2 N b with AdamW; with Muon its matrices keep one moment instead of two
+        gradients     N b; of an adapter's matrices alone where one is trained
+        optimizer     2 N b with AdamW; with Muon its matrices keep one moment instead of two; likewise
         activations   T L (8 D + 4 H C + 5 J C + 4 F) b: what each layer keeps for its backward pass, attention being
                       computed without a score matrix; T L (6 D + 3 H C + 4 J C + 3 F) b where native kernels fuse the
                       rest; 3 K D more with K experts a token, which take copies; a checkpointed layer keeps T D b, and
@@ -138,40 +140,45 @@ def memory(shape: Shape, recipe: Recipe, *, step_tokens: int, impl: Impl, teache
                       chunked and triton 4 tiles of float32, and that gradient in b bytes a number until it is handed
                       over; fused also V for each of engine.head_rows tokens, and the gradient in float32
                       sampler: R V 4 * 3 for R running requests
-        sampler       N b: its own copy of the weights
+        sampler       N b: its own copy of the weights; under an adapter of that alone
         cache         tokens of it, in whole pages, times 2 L J C b
-        reference     N b when a loop keeps a frozen copy of its start
+        reference     N b when a loop keeps a frozen copy of its start; under an adapter the model itself, and for
+                      later loops another copy of the adapter
         teachers      as given, in MiB
 
     The trainer's and the sampler's logits never exist at once: the larger counts. The interpreter and its libraries add
     a few hundred MiB, and a checkpoint in the making a copy of no more than one tensor.
     """
     b = BYTES[recipe.model.dtype]
-    n = shape.parameters
-    muon = shape.matrices if recipe.engine.optimizer == "muon" else 0
+    n, trained = shape.parameters, shape.adapter or shape.parameters
     tokens = min(recipe.engine.pack_tokens, step_tokens)
     on_device, offloaded = _activations(shape, tokens, recipe.engine.activations, impl)
     buffers = 1.125 * offloaded * b / MIB
     pages = -(-recipe.sampler.cache_tokens // PAGE)
     reference = any(loop.needs_reference for loop in recipe.loops().values())
     return Memory(
-        weights=n * b / MIB,
-        gradients=n * b / MIB,
-        optimizer=(2 * n - muon) * b / MIB,
+        weights=(n + shape.adapter) * b / MIB,
+        gradients=trained * b / MIB,
+        optimizer=(2 * trained - _muon(shape, recipe)) * b / MIB,
         activations=on_device * b / MIB,
         offloaded=buffers + min(buffers, recipe.engine.activations.offload_idle_mib),
         logits=max(_trainer_logits(shape, recipe, tokens), recipe.sampler.max_running * shape.vocabulary * 12) / MIB,
-        sampler=n * b / MIB,
+        sampler=trained * b / MIB,
         cache=pages * PAGE * 2 * shape.layers * shape.kv_heads * shape.channels * b / MIB,
-        reference=n * b / MIB if reference else 0.0,
+        reference=trained * b / MIB if reference else 0.0,
         teachers=teachers,
     )
 
 
 def checkpoint_bytes(shape: Shape, recipe: Recipe) -> int:
-    """One checkpoint: the weights and the optimizer's moments."""
-    muon = shape.matrices if recipe.engine.optimizer == "muon" else 0
-    return (3 * shape.parameters - muon) * BYTES[recipe.model.dtype]
+    """One checkpoint: what is trained, and the optimizer's moments."""
+    trained = shape.adapter or shape.parameters
+    return (3 * trained - _muon(shape, recipe)) * BYTES[recipe.model.dtype]
+
+
+def _muon(shape: Shape, recipe: Recipe) -> int:
+    """Numbers with one moment instead of two."""
+    return (shape.adapter or shape.matrices) if recipe.engine.optimizer == "muon" else 0
 
 
 def disk_bytes(shape: Shape, recipe: Recipe) -> int:

@@ -23,8 +23,10 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from strop import estimate
+from strop.config.adapter import AdapterConfig
 from strop.config.loops import LoopConfig, ScheduleConfig
 from strop.config.recipe import ModelConfig, Recipe, RendererConfig, TooLong
+from strop.data.pairs import Fit, pack_alone, preference_of
 from strop.data.tasks import Task, TaskSet, load_tasks
 from strop.data.teaching import teacher_weights
 from strop.engines.base import Capabilities
@@ -107,11 +109,13 @@ def plan(recipe: Recipe, recipe_path: Path, *, resume: bool = False, may_fetch: 
         _check_model(recipe, facts, may_fetch)
         _check_tasks(recipe, recipe_path.absolute().parent, facts)
         _check_lengths(recipe, facts)
+        _check_preferences(recipe, facts)
         _check_teachers(recipe, facts, may_fetch)
         _check_engine(recipe, facts)
         _check_memory(recipe, facts)
         _check_folder(recipe, facts, resume)
         facts.attempt(lambda: build_sinks(recipe, Path(recipe.run.folder)))
+    facts.problems += recipe.conflicts()
     if facts.problems:
         raise ConfigError(*dict.fromkeys(facts.problems))
     rows = tuple(_rows(recipe, recipe_path, facts))
@@ -149,7 +153,8 @@ def _check_model(recipe: Recipe, facts: _Facts, may_fetch: bool) -> None:
         config = facts.config
         facts.skeleton = facts.attempt(lambda: _skeleton(config))
     if facts.skeleton is not None:
-        facts.shape = _measure(facts.skeleton)
+        skeleton = facts.skeleton
+        facts.shape = facts.attempt(lambda: _measure(skeleton, recipe.engine.adapter))
     if facts.shape is not None and facts.tokenizer is not None and len(facts.tokenizer) > facts.shape.vocabulary:
         facts.problems.append(
             f"the tokenizer has {len(facts.tokenizer)} tokens and the model {facts.shape.vocabulary}: give the model's "
@@ -216,12 +221,17 @@ def _settings(kind: type[PretrainedConfig]) -> set[str]:
     return names | {"rope_theta", "rope_scaling"} if "rope_parameters" in names else names
 
 
-def _measure(module: PreTrainedModel) -> estimate.Shape:
-    """Parameters counted, tied ones once, and sizes."""
+def _measure(module: PreTrainedModel, adapter: AdapterConfig) -> estimate.Shape:
+    """Parameters counted, tied ones once, and sizes. ConfigError for an adapter of what is not there."""
     ends = {*module.get_input_embeddings().parameters(), *_parameters(module.get_output_embeddings())}
     sizes = {parameter: parameter.numel() for parameter in module.parameters()}
     matrices = sum(size for parameter, size in sizes.items() if parameter.ndim == 2 and parameter not in ends)
-    return estimate.shape_of(module.config, parameters=sum(sizes.values()), matrices=matrices)
+    added = 0
+    if adapter.rank:
+        from strop.models.lora import count_matrices
+
+        added = count_matrices(module, adapter)
+    return estimate.shape_of(module.config, parameters=sum(sizes.values()), matrices=matrices, adapter=added)
 
 
 def _parameters(head: torch.nn.Module | None) -> list[torch.nn.Parameter]:
@@ -289,7 +299,7 @@ def _longest(renderer: Renderer, tasks: list[Task]) -> tuple[int, str]:
 
 def _check_lengths(recipe: Recipe, facts: _Facts) -> None:
     """The longest prompt with the longest reply must fit wherever it goes."""
-    if facts.longest is None:
+    if facts.longest is None or recipe.reward_model is not None:  # a reward model only reads
         return
     (prompt, task), reply, cache = facts.longest, recipe.draw.max_tokens, recipe.sampler.cache_tokens
     whole = prompt + reply
@@ -319,6 +329,34 @@ def _check_lengths(recipe: Recipe, facts: _Facts) -> None:
             f"sampler.cache_tokens {cache} holds {fit} of the longest attempts, and sampler.max_running is "
             f"{recipe.sampler.max_running}: some may wait, or be computed again"
         )
+
+
+def _check_preferences(recipe: Recipe, facts: _Facts) -> None:
+    """The longest given replies must fit the context, and a pair of them one batch."""
+    if facts.tasks is None or facts.renderer is None or not (recipe.tasks.has_pairs or recipe.tasks.has_labels):
+        return
+    renderer, engine = facts.renderer, recipe.engine
+    tasks = [*facts.tasks.train, *facts.tasks.held_out]
+    tasks.sort(key=lambda task: len(str(task.messages)) + len(task.chosen or "") + len(task.rejected or ""))
+    fit = Fit(
+        max_tokens=engine.pack_tokens,
+        share_prefixes=engine.share_prefixes,
+        data_parallel=1,
+        too_long=recipe.tasks.too_long,
+    )
+    preferences = facts.attempt(lambda: [preference_of(renderer, task) for task in tasks[-LONGEST:]])
+    packed = None if preferences is None else facts.attempt(lambda: pack_alone(preferences, fit))
+    if preferences is None or packed is None:
+        return
+    longest = max((len(example.tokens) for p in preferences for example, _ in p.examples), default=0)
+    if facts.shape is not None and longest > facts.shape.context:
+        facts.problems.append(
+            f"the longest given reply makes a text of {longest} tokens, more than the model's context of "
+            f"{facts.shape.context}: take its row out, or take a model with a longer context"
+        )
+    if packed.dropped:
+        more = " or more" if packed.dropped == len(preferences) else ""
+        facts.notes.append(f"{packed.dropped}{more} tasks are dropped: their replies do not fit engine.pack_tokens")
 
 
 # Teachers -------------------------------------------------------------------------------------------------------------
@@ -486,6 +524,12 @@ def _rows(recipe: Recipe, recipe_path: Path, facts: _Facts) -> Iterator[tuple[st
     for name, loop in recipe.loops().items():
         yield name, _loop(loop, recipe)
         yield "", _schedule(loop.schedule, engine.optimizer)
+    if facts.shape is not None and facts.shape.adapter:
+        adapter = engine.adapter
+        yield (
+            "adapter",
+            f"rank {adapter.rank} on {', '.join(adapter.targets)}: {facts.shape.adapter:,} numbers are trained",
+        )
     yield "engine", f"{engine.kind}, packs of {engine.pack_tokens:,} tokens, {engine.head} head"
     yield "sampler", f"{sampler.kind}, {sampler.max_running:,} running, cache of {sampler.cache_tokens:,} tokens"
     yield "evaluation", _evaluation(recipe, facts)

@@ -12,7 +12,7 @@ import hashlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -31,6 +31,9 @@ from strop.models.heads import ValueHead, load_value_head, make_value_model, ref
 from strop.models.package import fetch_package
 from strop.ops.select import Impl, resolve
 from strop.types import Layout
+
+if TYPE_CHECKING:
+    from peft import LoraConfig
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
 PACKABLE_LAYERS = {"full_attention", "sliding_attention"}
@@ -74,6 +77,7 @@ class LanguageModel:
     impl: Impl
     cache_shape: CacheShape  # of the keys and values that one token leaves in every layer
     fused: dict[str, int] = field(default_factory=dict)  # how many modules of which class run strop's fused form
+    adapters: dict[str, LoraConfig] = field(default_factory=dict)  # by name, see `models/lora.py`; none is on
 
     @property
     def config(self) -> PretrainedConfig:
@@ -154,7 +158,7 @@ class LanguageModel:
     def clone(self) -> LanguageModel:
         """A copy that shares nothing and takes no gradients."""
         module = copy.deepcopy(self.module).requires_grad_(False)
-        return LanguageModel(module=module, impl=self.impl, cache_shape=self.cache_shape, fused=dict(self.fused))
+        return replace(self, module=module, fused=dict(self.fused), adapters=dict(self.adapters))
 
     def num_parameters(self) -> int:
         return sum(tensor.numel() for _, tensor in self.state())

@@ -153,15 +153,17 @@ def add_adapter(model: LanguageModel, name: str, config: AdapterConfig) -> Adapt
         target_parameters=parameters or None,
         task_type="CAUSAL_LM",
     )
-    return _inject(model, name, lora, seed=config.seed)
+    adapter = _inject(model, name, lora, seed=config.seed)
+    if count_matrices(model.module, config) != sum(p.numel() for p in adapter.parameters().values()):
+        raise EngineError(f"adapter {name!r}: PEFT did not adapt what {', '.join(config.targets)} mean in this model")
+    return adapter
 
 
 def find_adapter(model: LanguageModel, name: str) -> Adapter:
     """An adapter that was added before. EngineError when there is none of that name."""
-    known: dict[str, LoraConfig] = vars(model.module).get("peft_config", {})
-    if name not in known:
-        raise EngineError(f"no adapter is called {name!r}; there are {', '.join(sorted(known)) or 'none'}")
-    return Adapter(model, name, known[name])
+    if name not in model.adapters:
+        raise EngineError(f"no adapter is called {name!r}; there are {', '.join(sorted(model.adapters)) or 'none'}")
+    return Adapter(model, name, model.adapters[name])
 
 
 def import_adapter(model: LanguageModel, name: str, folder: Path) -> Adapter:
@@ -189,14 +191,20 @@ def import_adapter(model: LanguageModel, name: str, folder: Path) -> Adapter:
 def _inject(model: LanguageModel, name: str, lora: LoraConfig, *, seed: int) -> Adapter:
     if not name or "." in name:
         raise EngineError(f"adapter {name!r}: a name is not empty and has no dot")
-    taken = {known for layer in model.module.modules() if isinstance(layer, LoraLayer) for known in layer.lora_A}
-    if name in taken:
-        raise EngineError(
-            f"adapter {name!r} is there already; others are {', '.join(sorted(taken - {name})) or 'none'}"
-        )
+    if name in model.adapters:
+        others = ", ".join(sorted(model.adapters.keys() - {name})) or "no other"
+        raise EngineError(f"adapter {name!r} is there already, beside {others}")
+    # PEFT rewrites targets of mixture-of-experts models that it knows by their configuration, and then leaves shared
+    # experts out. A shell without a configuration has the same names and no such opinions.
+    shell = nn.Module()
+    for child_name, child in model.module.named_children():
+        shell.add_module(child_name, child)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        inject_adapter_in_model(lora, model.module, adapter_name=name)
+        inject_adapter_in_model(lora, shell, adapter_name=name)
+    for child_name, child in shell.named_children():
+        model.module.add_module(child_name, child)
+    model.adapters[name] = lora
     adapter = Adapter(model, name, lora)
     for layer in model.module.modules():
         if isinstance(layer, LoraLayer):
@@ -250,6 +258,21 @@ def targets(module: PreTrainedModel, kinds: tuple[str, ...]) -> tuple[list[str],
     chosen = sorted(name for kind in kinds if kind != "experts" for name in found[kind])
     every = [name for name in linear if name is not None]
     return _short(chosen, every), _short(experts, experts) if "experts" in kinds else []
+
+
+def count_matrices(module: PreTrainedModel, config: AdapterConfig) -> int:
+    """Numbers in the matrices that an adapter would add; on a model without weights too. ConfigError as `targets`."""
+    modules, parameters = targets(module, config.targets)
+    chosen = [f"{name}.weight" for name in modules]
+    weights = {base_name(name): p.shape for name, p in module.named_parameters(remove_duplicate=False)}
+    own = {name: shape for name, shape in weights.items() if name is not None}
+    shapes = [shape for name, shape in own.items() if _ends_with(name, chosen)]
+    stacked = [shape for name, shape in own.items() if _ends_with(name, parameters)]
+    return config.rank * (sum(map(sum, shapes)) + sum(e * (a + b) for e, a, b in stacked))
+
+
+def _ends_with(name: str, endings: list[str]) -> bool:
+    return any(name == ending or name.endswith(f".{ending}") for ending in endings)
 
 
 def _short(chosen: list[str], every: list[str]) -> list[str]:

@@ -243,7 +243,7 @@ def test_a_merged_folder_is_a_model_for_everybody(family: str, tmp_path: Path) -
     model = tiny_model(family)
     base = build_engine(EngineConfig(), model, trainable=False)
     kinds = tuple(kind for kind in ("attention", "experts", "unembedding") if _has(model.module, kind))
-    engine = base.adapter("a", AdapterConfig(rank=3, targets=kinds))
+    engine = base.adapter("a", AdapterConfig.model_validate({"rank": 3, "targets": kinds}))
     run(train(engine, 2))
     before = {name: t.clone() for name, t in model.module.state_dict().items()}
     export_model(model, None, tmp_path / "out", engine.weights())

@@ -12,6 +12,7 @@ from strop import estimate
 from strop.algos.losses import CrossEntropy
 from strop.config.activations import ActivationsConfig
 from strop.config.model import Kernels, ModelConfig
+from strop.config.adapter import AdapterConfig
 from strop.config.policy import GRPOConfig, KLConfig
 from strop.config.recipe import EngineConfig, Recipe, SamplerConfig, TasksConfig
 from strop.data.packing import Batch
@@ -99,7 +100,7 @@ def test_the_estimate_is_what_an_engine_keeps(name: str, kernels: str, engine: d
     config = recipe(name, kernels, **engine)
     model = load_model(config.model, vocab_size=256, seed=0)
     trainer = Fsdp2Engine(model, config.engine)
-    shape = _measure(model.module)
+    shape = _measure(model.module, AdapterConfig())
     memory = estimate.memory(shape, config, step_tokens=10**9, impl=model.impl)
     assert shape.parameters == model.num_parameters()
 
@@ -132,14 +133,14 @@ def test_the_cache_is_what_the_sampler_allocates() -> None:
         impl=model.impl,
     )
     held = sum(tensor.nbytes for tensor in vars(cache).values() if isinstance(tensor, torch.Tensor))
-    memory = estimate.memory(_measure(model.module), config, step_tokens=1, impl=model.impl)
+    memory = estimate.memory(_measure(model.module, AdapterConfig()), config, step_tokens=1, impl=model.impl)
     assert memory.cache * estimate.MIB == held
 
 
 def test_checkpointing_keeps_less_and_says_so() -> None:
     config = recipe("qwen3", "torch", activations=ActivationsConfig(checkpoint_every=1))
     model = load_model(config.model, vocab_size=256, seed=0)
-    shape = _measure(model.module)
+    shape = _measure(model.module, AdapterConfig())
     with_it = estimate.memory(shape, config, step_tokens=10**9, impl=model.impl).activations
     without = estimate.memory(shape, recipe("qwen3", "torch"), step_tokens=10**9, impl=model.impl).activations
     kept = kept_for_backward(Fsdp2Engine(model, config.engine), 256) / estimate.MIB
@@ -156,14 +157,14 @@ def test_offload_needs_the_host_memory_that_is_said(every: int) -> None:
     asyncio.run(trainer.forward_backward([batch(256)], CrossEntropy()))
     buffers = trainer._activations.buffers
     assert buffers is not None
-    memory = estimate.memory(_measure(model.module), config, step_tokens=10**9, impl=model.impl)
+    memory = estimate.memory(_measure(model.module, AdapterConfig()), config, step_tokens=10**9, impl=model.impl)
     without = config.model_copy(update={"engine": EngineConfig(pack_tokens=TOKENS)})
-    plain = estimate.memory(_measure(model.module), without, step_tokens=10**9, impl=model.impl)
+    plain = estimate.memory(_measure(model.module, AdapterConfig()), without, step_tokens=10**9, impl=model.impl)
     assert buffers.peak / estimate.MIB <= memory.offloaded <= 2 * buffers.peak / estimate.MIB
     assert memory.activations < plain.activations and plain.offloaded == 0
     idle = config.engine.activations.model_copy(update={"offload_idle_mib": 1})
     more = config.model_copy(update={"engine": config.engine.model_copy(update={"activations": idle})})
-    waiting = estimate.memory(_measure(model.module), more, step_tokens=10**9, impl=model.impl).offloaded
+    waiting = estimate.memory(_measure(model.module, AdapterConfig()), more, step_tokens=10**9, impl=model.impl).offloaded
     assert waiting == memory.offloaded + min(memory.offloaded, 1)
 
 
@@ -171,23 +172,23 @@ def test_offload_needs_the_host_memory_that_is_said(every: int) -> None:
 def test_every_nth_layer_keeps_less(every: int) -> None:
     config = recipe("qwen3", "torch", activations=ActivationsConfig(checkpoint_every=every))
     model = load_model(config.model, vocab_size=256, seed=0)
-    most = estimate.memory(_measure(model.module), config, step_tokens=10**9, impl=model.impl).activations
+    most = estimate.memory(_measure(model.module, AdapterConfig()), config, step_tokens=10**9, impl=model.impl).activations
     kept = kept_for_backward(Fsdp2Engine(model, config.engine), 256) / estimate.MIB
-    plain = estimate.memory(_measure(model.module), recipe("qwen3", "torch"), step_tokens=10**9, impl=model.impl)
+    plain = estimate.memory(_measure(model.module, AdapterConfig()), recipe("qwen3", "torch"), step_tokens=10**9, impl=model.impl)
     one_again = plain.activations / 3
     assert kept <= most and most - one_again <= 2 * kept
 
 
 def test_a_small_step_needs_less_than_a_full_pack() -> None:
     config = recipe("qwen3", "torch")
-    shape = _measure(load_model(config.model, vocab_size=256, seed=0).module)
+    shape = _measure(load_model(config.model, vocab_size=256, seed=0).module, AdapterConfig())
     small, full = (estimate.memory(shape, config, step_tokens=n, impl=estimate.Impl.TORCH) for n in (128, TOKENS))
     assert small.activations == full.activations / 8
 
 
 def test_disk_counts_the_newest_the_best_and_the_export() -> None:
     config = recipe("qwen3", "torch")
-    shape = _measure(load_model(config.model, vocab_size=256, seed=0).module)
+    shape = _measure(load_model(config.model, vocab_size=256, seed=0).module, AdapterConfig())
     one, weights = estimate.checkpoint_bytes(shape, config), 4 * shape.parameters
     many = config.model_copy(update={"run": config.run.model_copy(update={"save_every": 1, "keep": 5})})
     assert estimate.disk_bytes(shape, many) == 7 * one + weights  # five newest, the best, the one being written

@@ -379,3 +379,17 @@ def test_teachers_that_do_not_fit_are_refused(folder: Path) -> None:
     short = TEACHER.replace("max_position_embeddings: 64", "max_position_embeddings: 8") % ("", "toy.py:tokenizer", "")
     (problem,) = problems(folder, "grpo=null", f"distill={{teachers: [{short}], tasks_per_step: 16}}")
     assert "distill.teachers.0 has a context of 8 tokens" in problem
+
+
+def test_an_adapter_is_counted_and_its_targets_are_there(folder: Path) -> None:
+    """rank 2 on q, k, v, o (32 x 32, 32 x 16, 32 x 16, 32 x 32) of two layers."""
+    planned = made(folder, "engine.adapter={rank: 2, targets: [attention]}")
+    numbers = 2 * 2 * (64 + 48 + 48 + 64)
+    assert f"rank 2 on attention: {numbers:,} numbers are trained" in str(planned)
+    assert planned.memory is not None
+    assert planned.memory.gradients == pytest.approx(numbers * 4 / 2**20)
+    assert planned.memory.sampler == pytest.approx(numbers * 4 / 2**20), "the model itself is shared"
+    (problem,) = problems(folder, "engine.adapter={rank: 2, targets: [experts]}")
+    assert problem.startswith("adapter.targets: this model has no experts; it has attention, mlp")
+    problem = problems(folder, "engine.adapter.targets=[heads]")[0]
+    assert problem.startswith("engine.adapter.targets.0 is heads: it must be attention, mlp, experts or unembedding")

@@ -15,7 +15,7 @@ from strop.config.adapter import AdapterConfig
 from strop.errors import CheckpointError, ConfigError, EngineError
 from strop.models.attention import PackedAttention
 from strop.models.loading import LanguageModel
-from strop.models.lora import Adapter, add_adapter, import_adapter, targets
+from strop.models.lora import Adapter, add_adapter, count_matrices, find_adapter, import_adapter, targets
 from strop.ops.select import Impl
 from strop.types import Layout
 from tests.tiny_models import DENSE, EXPERT_MODELS, tiny_model, tiny_module
@@ -71,6 +71,17 @@ def test_an_adapter_that_is_off_changes_no_bit_and_merging_is_what_it_computes(f
         other.module.lm_head.weight = torch.nn.Parameter(other.module.lm_head.weight.detach().clone())
     other.load_state(merged.items())
     assert torch.allclose(logits(other), changed, rtol=1e-4, atol=1e-4 * float(changed.abs().max()))
+
+
+@pytest.mark.parametrize("family", ["qwen3", "llama", "gpt2", "qwen3_moe", "gpt_oss", "qwen3_next"])
+def test_matrices_are_counted_without_weights(family: str) -> None:
+    model = tiny_model(family)
+    config = every_target(model)
+    with torch.device("meta"):
+        skeleton = tiny_module(family)
+    counted = count_matrices(skeleton, config)
+    adapter = add_adapter(model, "a", config)
+    assert counted == sum(p.numel() for p in adapter.parameters().values())
 
 
 def test_strop_s_fused_forms_see_the_adapter() -> None:
@@ -151,6 +162,9 @@ def test_what_does_not_fit_is_refused_by_name(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"adapter\.rank is 0"):
         add_adapter(model, "a", AdapterConfig())
     adapter = add_adapter(model, "a", AdapterConfig(rank=2))
+    assert find_adapter(model, "a").parameters().keys() == adapter.parameters().keys()
+    with pytest.raises(EngineError, match="no adapter is called 'b'; there are a"):
+        find_adapter(model, "b")
     for name in ("a", "", "x.y"):
         with pytest.raises(EngineError, match="adapter"):
             add_adapter(model, name, AdapterConfig(rank=2))
