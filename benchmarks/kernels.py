@@ -33,6 +33,7 @@ EPS = 1e-6
 HEADS = ((8, 4, 32), (8, 4, 64), (9, 3, 64))  # query heads, key-value heads, channels; the last is SmolLM2's
 WIDTHS = ((256, 768), (512, 1536), (576, 1536))  # hidden size and inner size that go with them
 ROWS, LEAST_CONTEXT, MOST_CONTEXT = 256, 40, 350
+FORMS = (Impl.TORCH, Impl.NATIVE)
 Pass = Callable[[Impl], object]
 
 
@@ -45,11 +46,11 @@ class Report:
 
     def row(self, name: str, work: float, unit: str, run: Pass) -> None:
         """Time both forms of one kernel; `work` is in units of 1e9, so that work / seconds reads as `unit`."""
-        best = {impl: float("inf") for impl in Impl}
-        for impl in Impl:
+        best = {impl: float("inf") for impl in FORMS}
+        for impl in FORMS:
             run(impl)  # allocate, and fill the caches
         for _ in range(self.rounds):
-            for impl in Impl:
+            for impl in FORMS:
                 best[impl] = min(best[impl], seconds(lambda impl=impl: run(impl)))
         native, plain = best[Impl.NATIVE], best[Impl.TORCH]
         self.ratios.append(plain / native)
@@ -162,7 +163,7 @@ def decode(report: Report, heads: tuple[int, int, int], shared_pages: int) -> No
     row_T, context_T = torch.arange(ROWS), torch.tensor(contexts)
     q = torch.randn(ROWS, H, C)
     caches: dict[Impl, PagedKV] = {}
-    for impl in Impl:
+    for impl in FORMS:
         caches[impl] = PagedKV(
             num_layers=1,
             num_pages=ROWS * width,

@@ -33,6 +33,10 @@ class Chunks:
     token_N: Int64s  # each chunk's first token
     valid_N: Int64s  # how many of its positions are tokens
     previous_N: Int64s  # the chunk before it; -1 at the start of a text
+    order_N: Int64s  # the chunks of the first sequence in order, then those of the second, ...
+    first_S: Int64s  # where each sequence's begin in that list
+    count_S: Int64s  # and how many there are
+    parents_S: Int64s
     levels: tuple[Level, ...]
     unread: tuple[Tensor, Tensor]  # sequences whose text has no token, and those whose start they end with
     rows: Tensor  # [N * M] token at each position; 0 for padding
@@ -130,6 +134,10 @@ def chunks_of(layout: Layout, size: int, device: torch.device) -> Chunks:
             token_N=token_N,
             valid_N=valid_N,
             previous_N=previous_N,
+            order_N=place,
+            first_S=first_S,
+            count_S=count_S,
+            parents_S=parents_S,
             levels=tuple(_levels(level_N, previous_N, root_S[sequence_N], last_S, device)),
             unread=(
                 torch.from_numpy(np.flatnonzero(last_S < 0)).to(device),

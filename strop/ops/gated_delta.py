@@ -49,7 +49,7 @@ def gated_delta_rule(
     inputs = (x.to(wide) for x in (q_TJC, k_TJC, v_THC, decay_TH, beta_TH))
     start_SHCC = None if start_SHCC is None else start_SHCC.to(wide)
     chunks = chunks_of(layout, chunk_size(layout, k_TJC.shape[2], v_THC.shape[2]), v_THC.device)
-    out_THC, ends_SHCC = GatedDelta.apply(*inputs, start_SHCC, chunks, ends)
+    out_THC, ends_SHCC = GatedDelta.apply(*inputs, start_SHCC, chunks, ends, impl)
     return out_THC, ends_SHCC
 
 

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from strop.ops.chunks import Chunks, Level
+from strop.ops.select import Impl
 
 
 class GatedDelta(torch.autograd.Function):
@@ -40,25 +41,30 @@ class GatedDelta(torch.autograd.Function):
         start_SHCC: Tensor | None,
         chunks: Chunks,
         ends: bool,
+        impl: Impl,
     ) -> tuple[Tensor, Tensor | None]:
-        cut = _Cut.of(chunks, k_TJC, v_THC)
-        inside = _Inside.of(cut, q_TJC, k_TJC, decay_TH, beta_TH)
-        inverse_NJGMM = inside.inverse()
-        states, corrections_NJGMC, out_NJMX, ends_SHCC = _scan(
-            cut, inside, inverse_NJGMM, cut.chunked(v_THC), start_SHCC, ends=ends, keep=any(ctx.needs_input_grad)
-        )
-        out_THC = cut.tokens(out_NJMX).view_as(v_THC)
-        if states is not None:
-            ctx.save_for_backward(
-                q_TJC, k_TJC, v_THC, decay_TH, beta_TH, start_SHCC, out_THC, states, corrections_NJGMC, inverse_NJGMM
+        inputs = (q_TJC, k_TJC, v_THC, decay_TH, beta_TH, start_SHCC)
+        cut, keep = _Cut.of(chunks, k_TJC, v_THC), any(ctx.needs_input_grad)
+        if impl is Impl.TRITON:
+            from strop.ops import gated_delta_triton
+
+            out_THC, ends_SHCC, states, w_NJGMC, inverse = gated_delta_triton.forward(*inputs, chunks, keep=keep)
+        else:
+            inside = _Inside.of(cut, q_TJC, k_TJC, decay_TH, beta_TH)
+            inverse = inside.inverse()
+            states, w_NJGMC, out_NJMX, ends_SHCC = _scan(
+                cut, inside, inverse, cut.chunked(v_THC), start_SHCC, ends=ends, keep=keep
             )
+            out_THC = cut.tokens(out_NJMX).view_as(v_THC)
+        if states is not None:
+            ctx.save_for_backward(*inputs, out_THC, states, w_NJGMC, inverse)
         ctx.cut = cut
         ctx.set_materialize_grads(False)
-        return out_THC, ends_SHCC
+        return out_THC, ends_SHCC if ends else None
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return *_backward(ctx.cut, ctx.saved_tensors, grads[0], grads[1]), None, None
+        return *_backward(ctx.cut, ctx.saved_tensors, grads[0], grads[1]), None, None, None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -208,7 +214,7 @@ def _unread_ends(cut: _Cut, start_SJCX: Tensor | None, like: Tensor, C: int) -> 
 
 
 def _backward(
-    cut: _Cut, saved: tuple[Tensor, ...], dout_THC: Tensor | None, dends_SHCC: Tensor | None
+    cut: _Cut, saved: tuple[Any, ...], dout_THC: Tensor | None, dends_SHCC: Tensor | None
 ) -> tuple[Tensor | None, ...]:
     """Gradients of q, k, v, decay, beta and start."""
     q_TJC, k_TJC, v_THC, decay_TH, beta_TH, start_SHCC, out_THC, states, w_NJGMC, inverse = saved

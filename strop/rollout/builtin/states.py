@@ -172,11 +172,13 @@ class StatePass:
         parts: list[Tensor] = []
         if steady:
             state_NHCC = states[self.steady_N]
-            parts.append(gated_delta_step(*(x[:steady] for x in inputs), state_NHCC))
+            q, k, v, decay, beta = (x[:steady] for x in inputs)
+            parts.append(gated_delta_step(q, k, v, decay, beta, state_NHCC))
             states[self.steady_N] = state_NHCC
         if steady < len(v_THC):
+            q, k, v, decay, beta = (x[steady:] for x in inputs)
             out_THC, ends_SHCC = gated_delta_rule(
-                *(x[steady:] for x in inputs), self.layout, start_SHCC=states[self.start_S], ends=True, impl=self.impl
+                q, k, v, decay, beta, self.layout, start_SHCC=states[self.start_S], ends=True, impl=self.impl
             )
             parts.append(out_THC)
             if ends_SHCC is not None:

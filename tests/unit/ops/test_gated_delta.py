@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
+
 import numpy as np
 import pytest
 import torch
@@ -45,8 +47,8 @@ def inputs(
     return [x.to(dtype) for x in made]
 
 
-def chunked(given_: list[Tensor], layout: Layout) -> tuple[Tensor, Tensor]:
-    out, ends = gated_delta_rule(*given_[:5], layout, start_SHCC=given_[5], ends=True, impl=Impl.TORCH)
+def chunked(given_: list[Tensor], layout: Layout, impl: Impl = Impl.TORCH) -> tuple[Tensor, Tensor]:
+    out, ends = gated_delta_rule(*given_[:5], layout, start_SHCC=given_[5], ends=True, impl=impl)
     assert ends is not None
     return out, ends
 
@@ -95,7 +97,7 @@ def test_every_size_of_chunk_gives_the_same(size: int):
     given_ = inputs(layout, G=2)
     chunks = chunks_of(layout, size, torch.device("cpu"))
     expected = with_gradients(recurrent, given_, layout)
-    got = with_gradients(lambda x, _: GatedDelta.apply(*x, chunks, True), given_, layout)
+    got = with_gradients(lambda x, _: GatedDelta.apply(*x, chunks, True, Impl.TORCH), given_, layout)
     for a, b in zip(got, expected, strict=True):
         torch.testing.assert_close(a, b, rtol=0, atol=1e-12)
 
@@ -266,3 +268,26 @@ def test_short_sequences_take_short_chunks():
     assert chunk_size(Layout((4096,)), 128, 128) == 64
     assert chunk_size(Layout((85,) * 12), 128, 128) == 32
     assert chunk_size(Layout((9,) * 20), 128, 128) == 16
+
+
+needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
+
+
+@needs_triton
+@pytest.mark.parametrize(("group", "value_channels"), [(1, 70), (2, 5)])
+def test_triton_gives_the_definition_and_its_gradients(group: int, value_channels: int):
+    """On a GPU, or in the interpreter: channels that fill no block, and more of them than one program takes; lengths
+    around a chunk's, an empty sequence, prefixes of whole chunks and of none."""
+    layout = Layout((17, 1, 16, 0, 3, 0, 2), (-1, 0, -1, -1, 2, 2, 3))
+    given_ = inputs(layout, J=1, G=group, C=9, CV=value_channels)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    single = [x.float().to(device) for x in given_]
+    got = with_gradients(lambda x, layout: chunked(x, layout, Impl.TRITON), single, layout)
+    for what, a, b in zip(("out", "ends", *NAMES), got, with_gradients(recurrent, given_, layout), strict=True):
+        assert float((a.cpu() - b).abs().max()) <= 1e-5 * max(1.0, float(b.abs().max())), what
+
+
+@needs_triton
+def test_triton_refuses_float64():
+    with pytest.raises(ValueError, match="float32"):
+        chunked(inputs(Layout((3,))), Layout((3,)), Impl.TRITON)

@@ -66,3 +66,16 @@ def test_without_a_compiler_auto_is_torch_and_native_is_refused(monkeypatch: pyt
 def test_an_unknown_word_is_named() -> None:
     with pytest.raises(ConfigError, match="'fast' is none of auto, torch, native"):
         resolve("fast", dtype=torch.float32, device=CPU)
+
+
+def test_triton_is_taken_only_when_asked_for_and_refused_with_its_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(select, "find_spec", lambda name: object())
+    assert resolve("triton", dtype=torch.bfloat16, device=GPU) is Impl.TRITON
+    assert resolve("auto", dtype=torch.float32, device=GPU) is Impl.TORCH
+    with pytest.raises(ConfigError, match="run on GPUs, not on cpu"):
+        resolve("triton", dtype=torch.float32, device=CPU)
+    with pytest.raises(ConfigError, match="set model.dtype to float32 or bfloat16"):
+        resolve("triton", dtype=torch.float64, device=GPU)
+    monkeypatch.setattr(select, "find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match="pip install triton; or set model.kernels to auto or torch"):
+        resolve("triton", dtype=torch.float32, device=GPU)
