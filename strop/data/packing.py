@@ -22,6 +22,7 @@ from strop.algos.losses import PolicyInputs
 from strop.algos.weighting import Weighting, token_weights
 from strop.config.recipe import TooLong
 from strop.data.bundles import Arrangement, Texts, arrange, texts_of
+from strop.data.routes import join_texts
 from strop.data.trained import TrainedTokens
 from strop.errors import DataError
 from strop.types import Bools, Float32s, Group, Int32s, Layout, Routes, Trajectory
@@ -107,7 +108,7 @@ def pack_policy(
     attempt out and counts it), ValueError when the advantages' shape is not that of the groups.
     """
     attempts, advantage_N, group_N = _attempts(groups, advantages_PG)
-    texts, logprobs_T = _policy_texts(attempts, group_N)
+    texts, logprobs_T, routes_T = _policy_texts(attempts, group_N)
     texts, dropped = _fitting(texts, max_tokens, too_long, [group.task_id for group in groups])
     counts_N = _trained_counts(texts, len(attempts))
     if len(texts) == 0:
@@ -121,6 +122,12 @@ def pack_policy(
         columns.batch(b, _policy_inputs(behavior_T[span], advantages_T[span]), temperature_T)
         for b, span in enumerate(columns.spans)
     ]
+    if routes_T is not None:
+        own_T, layers = columns.own_T(), routes_T.layers
+        batches = [
+            replace(batch, routes=Routes(layers, routes_T.experts_TLK[own_T[span]]))
+            for batch, span in zip(batches, columns.spans, strict=True)
+        ]
     return Packed(batches=batches, dropped=dropped, find_trained=partial(columns.trained, texts, counts_N))
 
 
@@ -223,25 +230,29 @@ def _attempts(
     return kept, advantages_PG[has_PG], np.nonzero(has_PG)[0]
 
 
-def _policy_texts(attempts: list[Trajectory], group_N: Int64s) -> tuple[Texts, Float32s]:
-    """The attempts' segments, and their logprobs [T]: everybody's first segment, then the later ones."""
+def _policy_texts(attempts: list[Trajectory], group_N: Int64s) -> tuple[Texts, Float32s, Routes | None]:
+    """The attempts' segments, their logprobs [T] and routes [T]: everybody's first segment, then the later ones."""
     held_N = [attempt.segments for attempt in attempts]
     unit_S = np.repeat(np.arange(len(attempts)), np.fromiter(map(len, held_N), np.int64, len(held_N)))
-    rows = [segment.rows for segment in chain.from_iterable(held_N)]
+    segments = list(chain.from_iterable(held_N))
     later_S = np.diff(unit_S, prepend=-1) == 0
     if later_S.any():
         order_S = np.argsort(later_S, kind="stable")
-        rows, unit_S = [rows[s] for s in order_S], unit_S[order_S]
+        segments, unit_S = [segments[s] for s in order_S], unit_S[order_S]
+    rows = [segment.rows for segment in segments]
+    routed = any(segment.routes is not None for segment in segments)
     rows_T3 = np.concatenate(rows) if rows else np.empty((0, 3), np.int32)
+    length_S = np.fromiter(map(len, rows), np.int64, len(rows))
     texts = texts_of(
         rows_T3[:, 0],
         rows_T3[:, 2] >= 0,
-        np.fromiter(map(len, rows), np.int64, len(rows)),
+        length_S,
         unit_S=unit_S,
         group_S=group_N[unit_S],
         num_first=len(rows) - int(np.count_nonzero(later_S)),
     )
-    return texts, rows_T3.view(np.float32)[:, 1]
+    routes_T = join_texts([segment.routes for segment in segments], length_S) if routed else None
+    return texts, rows_T3.view(np.float32)[:, 1], routes_T
 
 
 def _joined(columns: list[NDArray[ColumnT]], dtype: type[ColumnT]) -> NDArray[ColumnT]:
@@ -294,6 +305,12 @@ class Columns:
         self.targets_T = self.next(texts.tokens_T, -1).astype(np.int64)
         self.mask_T = self.next(texts.sampled_T, False)
         self.weights_T = self.spread(weight_N[plan.unit_S])
+
+    def own_T(self) -> Int64s:
+        """Where each row's own token stands in the columns of the texts."""
+        own_T = self._next_T - 1
+        own_T[self._ends] += 1
+        return own_T
 
     def next(self, column_T: NDArray[ColumnT], fill: float) -> NDArray[ColumnT]:
         """What a column of the texts says of each row's target; `fill` where there is none."""
