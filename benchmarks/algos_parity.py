@@ -63,6 +63,7 @@ def judge(name: str, cases: list[Case], theirs: list[dict[str, Any]]) -> Verdict
         explained.append(close(np.where(case.counted, case.explained_value, 0.0), value))
         if case.gradient is not None:
             plain[-1] &= close(case.gradient, found["gradient"])
+        if case.explained_gradient is not None:
             explained[-1] &= close(case.explained_gradient, found["gradient"])
     differs = bool(cases[0].difference)
     return Verdict(
