@@ -79,7 +79,9 @@ def _signature(path: PurePosixPath, function: Function) -> Iterator[Finding]:
     if arguments.kwarg is not None:
         yield Finding(path, function.lineno, f"{name} takes **{arguments.kwarg.arg}: name what it takes")
     positional = [a.arg for a in (*arguments.posonlyargs, *arguments.args) if a.arg not in ("self", "cls")]
-    if len(positional) > POSITIONAL_MAX and positional[0] != "ctx":  # torch calls an autograd Function by position
+    # torch calls an autograd Function by position, and Triton's kernels get every stride and tile size
+    exempt = positional[:1] == ["ctx"] or any(ast.unparse(d).endswith(".jit") for d in function.decorator_list)
+    if len(positional) > POSITIONAL_MAX and not exempt:
         yield Finding(
             path,
             function.lineno,

@@ -77,13 +77,14 @@ def make_run(folder: Path, *steps: tuple[str, int], best: int | None = None) -> 
         checkpoint = folder / "checkpoints" / f"{order + 1:06d}-{stage}-{step}"
         (checkpoint / "engine").mkdir(parents=True)
         state = {
-            "format": 1,
+            "format": 2,
             "stage": stage,
             "step": step,
             "done": False,
             "updates": step,
             "skipped_in_row": 0,
             "stream": {},
+            "carried": {},
             "best_accuracy": None,
             "recipe": {},
         }

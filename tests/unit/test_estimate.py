@@ -164,7 +164,9 @@ def test_offload_needs_the_host_memory_that_is_said(every: int) -> None:
     assert memory.activations < plain.activations and plain.offloaded == 0
     idle = config.engine.activations.model_copy(update={"offload_idle_mib": 1})
     more = config.model_copy(update={"engine": config.engine.model_copy(update={"activations": idle})})
-    waiting = estimate.memory(_measure(model.module, AdapterConfig()), more, step_tokens=10**9, impl=model.impl).offloaded
+    waiting = estimate.memory(
+        _measure(model.module, AdapterConfig()), more, step_tokens=10**9, impl=model.impl
+    ).offloaded
     assert waiting == memory.offloaded + min(memory.offloaded, 1)
 
 
@@ -172,9 +174,13 @@ def test_offload_needs_the_host_memory_that_is_said(every: int) -> None:
 def test_every_nth_layer_keeps_less(every: int) -> None:
     config = recipe("qwen3", "torch", activations=ActivationsConfig(checkpoint_every=every))
     model = load_model(config.model, vocab_size=256, seed=0)
-    most = estimate.memory(_measure(model.module, AdapterConfig()), config, step_tokens=10**9, impl=model.impl).activations
+    most = estimate.memory(
+        _measure(model.module, AdapterConfig()), config, step_tokens=10**9, impl=model.impl
+    ).activations
     kept = kept_for_backward(Fsdp2Engine(model, config.engine), 256) / estimate.MIB
-    plain = estimate.memory(_measure(model.module, AdapterConfig()), recipe("qwen3", "torch"), step_tokens=10**9, impl=model.impl)
+    plain = estimate.memory(
+        _measure(model.module, AdapterConfig()), recipe("qwen3", "torch"), step_tokens=10**9, impl=model.impl
+    )
     one_again = plain.activations / 3
     assert kept <= most and most - one_again <= 2 * kept
 

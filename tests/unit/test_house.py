@@ -51,6 +51,7 @@ def test_an_offence_is_found(source: str, says: str) -> None:
     [
         "def f(a, b, c, d, e, f, *, g): ...",
         "class F:\n    def forward(ctx, a, b, c, d, e, f, g): ...",
+        "@triton.jit\ndef kernel(a, b, c, d, e, f, g): ...",
         "class A:\n    def f(self, a, b, c, d, e, f): ...",
         "def f():\n" + "    x = 1\n" * 99,
         "x = 1\n" * 599,

@@ -249,7 +249,7 @@ def test_a_partial_section_keeps_the_other_defaults_and_the_dump_shows_them() ->
 def test_an_option_that_no_engine_honours_is_refused() -> None:
     """C06: an engine's numeric format is the model's one `dtype`; a key of another backend is not accepted silently."""
     assert problems(MINIMAL, "engine.param_dtype=fp32")[0].startswith("unknown key engine.param_dtype:")
-    assert [key for key in all_keys() if "dtype" in key] == ["model.dtype"]
+    assert [key for key in all_keys() if "dtype" in key] == ["model.dtype", "ppo.critic.model.dtype"]
 
 
 def test_an_overlong_buffer_of_nothing_is_off() -> None:
@@ -351,6 +351,9 @@ def _strategy(section: type[Section]) -> st.SearchStrategy[Any]:
         fields["reject"] = st.builds(RejectConfig, divergence=st.sampled_from(["none", "k2", "k3"]), high=fractions)
         fields["advantage"] = _strategy(AdvantageConfig).filter(lambda a: a.compares_within_groups)
         fields["drop_uniform_groups"] = st.just(True)
+    if section is TasksConfig:
+        keys = ("chosen_key", "rejected_key", "margin_key", "reply_key", "label_key")
+        fields |= {name: st.none() for name in keys}
     if section is ActivationsConfig:
         fields["checkpoint_modules"], fields["offload"] = st.just(()), st.just(True)
     if section is EvaluateConfig:
@@ -375,7 +378,11 @@ def _values(name: str, annotation: Any) -> st.SearchStrategy[Any]:
         float: fractions,
         str: st.text(),
         dict: st.dictionaries(st.text(), st.none() | st.booleans() | st.integers() | st.text() | st.lists(fractions)),
-        tuple: st.tuples(fractions, fractions) if name == "betas" else st.lists(st.text()).map(tuple),
+        tuple: st.tuples(fractions, fractions)
+        if name == "betas"
+        else st.just(("mlp",))
+        if name == "targets"
+        else st.lists(st.text()).map(tuple),
     }
     chosen = kinds[_kind(annotation)]
     return st.none() | chosen if optional else chosen
@@ -477,24 +484,35 @@ def test_names_are_not_taken_for_paths(tmp_path: Path) -> None:
 FULL = BASE + "sft: {}\ngrpo: {}\nevaluate: {every: 1}\nengine: {activations: {offload: true}}\n"
 BEFORE = read(FULL)
 WRITTEN = dump_recipe(BEFORE)
-# The loops that have no defaults of their own, or that are not in FULL: a recipe has them beside the rest.
-BESIDE = {"distill": "distill: {teachers: [{model: {path: t}}]}\n", "best_of_n": "best_of_n: {}\n"}
+# What a recipe has beside the rest when a key of this section is looked at.
+BESIDE = {
+    "distill": "distill: {teachers: [{model: {path: t}}]}\n",
+    "ppo": "ppo: {critic: {model: {path: t}}}\n",
+} | {loop: f"{loop}: {{}}\n" for loop in ("best_of_n", "dpo", "reward_model")}
 # Keys with no second value yet, or that exclude each other.
-ONE_VALUE = {"engine.kind", "sampler.kind"}
+ONE_VALUE = {"engine.kind", "sampler.kind", "ppo.critic.model.package", "ppo.critic.model.fresh"}
 # What an option needs beside it, in whichever loop has it; and what a kind must be given.
 WITH = {
+    "chosen_key": ["tasks.rejected_key=r"],
+    "rejected_key": ["tasks.chosen_key=c"],
+    "margin_key": ["tasks.chosen_key=c", "tasks.rejected_key=r"],
+    "reply_key": ["tasks.label_key=l"],
+    "label_key": ["tasks.reply_key=r"],
     "kl.target": ["{loop}.kl.coefficient=0.1"],
     "correction.level": ["{loop}.ratio_to=trainer"],
     "advantage.discount": ["{loop}.drop_uniform_groups=false"],
 }
 
 
+PREFERENCES = ("chosen_key", "rejected_key", "margin_key", "reply_key", "label_key")
 LOSS_KNOBS = [f"loss.{knob}" for knobs in PolicyLossConfig.KNOBS.values() for knob in knobs]
 
 
 def flipped(key: str, value: Any, annotation: Any) -> Any:
     if isinstance(value, bool):
         return not value
+    if key == "dpo.loss.kind":
+        return "hinge"
     if isinstance(value, StrEnum) or get_origin(annotation) is Literal:
         choices = [choice.value for choice in type(value)] if isinstance(value, StrEnum) else list(get_args(annotation))
         return next(choice for choice in choices if choice != value)
@@ -506,6 +524,8 @@ def flipped(key: str, value: Any, annotation: Any) -> Any:
         return [{"model": {"path": "u"}}]
     if key == "distill.objective.tail":
         return "dropped"
+    if key == "engine.adapter.targets":
+        return ["unembedding"]
     if isinstance(value, tuple):
         return [0.5, 0.5] if key.endswith("betas") else ["x"]
     if isinstance(value, str):
@@ -518,6 +538,8 @@ def flipped(key: str, value: Any, annotation: Any) -> Any:
         return {"b": 2.0}
     if key.partition(".")[2] in (*LOSS_KNOBS, "kl.target", "advantage.solved_at"):
         return 0.5
+    if (key.startswith("tasks.") and key.endswith("_key")) or key == "ppo.critic.model.tokenizer":
+        return "another"
     return {"tasks.limit": 3, "sft.stop_at_accuracy": 0.5, "renderer.system": "x", "model.tokenizer": "x"}[key]
 
 
@@ -535,11 +557,14 @@ def test_every_option_reaches_the_resolved_recipe(key: str) -> None:
         with_it += [f"{'.'.join(names[:-1])}={yaml12.inline({'kind': chosen} | KNOWN.get(chosen, given))}"]
     with_it = [one.replace("{loop}", names[0]) for one in with_it]
     full = FULL + BESIDE.get(names[0], "")
+    if names[-1] in PREFERENCES:  # a pair has both keys: both are given in either case, and one of them differs
+        with_it += [f"{key}=first"]
     section: Any = read(full, *with_it)
     before = section.model_dump()
     for name in names[:-1]:
         section = dict(section)[name]
     new = flipped(key, dict(section)[names[-1]], type(section).model_fields[names[-1]].annotation)
+    with_it = [one for one in with_it if not one.startswith(f"{key}=")]
     after = read(full, *with_it, f"{key}={yaml12.inline(new)}")
     changed = _differences(before, after.model_dump())
     whole = key.removesuffix(".kind")  # a kind brings its own knobs along
