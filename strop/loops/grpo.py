@@ -23,15 +23,15 @@ from strop.data.packing import pack_policy
 from strop.data.scored import settle, token_level
 from strop.data.stream import TaskStream
 from strop.engines.base import Engine
-from strop.errors import RolloutError
 from strop.loops.collect import collect
 from strop.loops.evaluate import Evaluator
+from strop.loops.gap import check_gap
 from strop.loops.schedule import optim_params
 from strop.loops.score import score
 from strop.rollout.base import Sampler
 from strop.rollout.groups import Player
 from strop.track.run import Run
-from strop.types import Metric, Metrics, Reduction, SamplingParams, Want, merge_metrics
+from strop.types import Metric, Reduction, SamplingParams, Want, merge_metrics
 from strop.weights.publish import publish
 
 
@@ -135,15 +135,3 @@ async def train(
                 run.record_evaluation(await evaluator.measure("grpo", step + 1))
         run.samples(step + 1, attempts.groups)
         await run.end_step(step + 1, metrics, engine, tasks, last=last)
-
-
-def check_gap(metrics: Metrics, max_gap: float) -> Metrics:
-    """The largest difference between the sampler's logprobs and the trainer's, for the same tokens and weights."""
-    gap = metrics["policy/gap_max"]
-    if not gap.result <= max_gap:  # NaN is a gap too
-        raise RolloutError(
-            f"the sampler's and the trainer's logprobs of the same tokens differ by up to {gap.result:.2e} "
-            f"(sampler.max_gap={max_gap:g}): they no longer run the same model; see `strop doctor`, or raise "
-            "sampler.max_gap if the sampler's number format is coarser than the trainer's"
-        )
-    return {"sampler/gap_max": gap}
