@@ -15,10 +15,11 @@ from typing import TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from strop.data.routes import unknown
 from strop.rollout.builtin.draw import Drawn, Float64s, Int64s, Settings, uniforms
 from strop.rollout.builtin.pages import Digest, pages_for
 from strop.tokens.stops import StopState
-from strop.types import Bools, Completion, Float32s, Int32s, SamplingParams, Stop
+from strop.types import Bools, Completion, Float32s, Int32s, Routes, SamplingParams, Stop
 
 ScalarT = TypeVar("ScalarT", bound=np.generic)
 
@@ -43,6 +44,7 @@ class Request:
     answer: asyncio.Future[Completion]
     matcher: StopState | None  # follows the stop strings; None without any
     digests: list[Digest] = field(default_factory=list)  # of the text's first full pages
+    routes: Routes | None = None  # of the tokens that had been computed when it last left its row; if it asks for them
 
     @classmethod
     def new(
@@ -52,15 +54,23 @@ class Request:
         text = Text(np.asarray(prompt, np.int32), nothing, nothing, np.full(len(prompt), -1, np.int32))
         return cls(params, len(prompt), text, answer, matcher)
 
+    def keep_routes(self, routes: Routes) -> None:
+        """Experts that drew a token stay on record, also when newer weights compute its text again."""
+        self.routes = routes if self.routes is None else self.routes.resumed(routes)
+
     def completion(self, stop: Stop) -> Completion:
         """What was sampled, once its text is back from its row."""
         sampled = slice(self.num_prompt, None)
+        routes = self.routes
+        if routes is not None:  # the last token was drawn, and never computed
+            routes = routes.resumed(unknown(len(self.text.tokens), routes.layers, routes.experts_TLK.shape[2]))
         return Completion(
             tokens=self.text.tokens[sampled],
             logprobs=self.text.logprobs[sampled],
             sampling_logprobs=self.text.sampling_logprobs[sampled],
             versions=self.text.versions[sampled],
             stop=stop,
+            routes=routes,
         )
 
 

@@ -21,11 +21,13 @@ from numpy.typing import NDArray
 
 from strop.errors import RolloutError
 from strop.models.attention import PackedAttention
+from strop.models.moe import has_routers
 from strop.ops.logprobs import Head, HeadImpl, score_targets
 from strop.ops.paged import PagedKV
 from strop.rollout.builtin.attention import CachedAttention
 from strop.rollout.builtin.draw import Drawn, draw
 from strop.rollout.builtin.pages import PagePool, pages_for
+from strop.rollout.builtin.routes import RouteCache
 from strop.rollout.builtin.rows import Request, Rows
 from strop.rollout.builtin.scheduler import Plan, Scheduler
 from strop.rollout.builtin.states import Snapshots, StateCache, StatePass
@@ -73,6 +75,7 @@ class BuiltinSampler:
         self._scheduler = Scheduler(pool, Rows(max_running, self._max_tokens), prefill_tokens, snapshots)
         self._cache: PagedKV | None = self._new_cache()
         self._states: StateCache | None = self._new_states()
+        self._routes: RouteCache | None = None
         self._driver: asyncio.Task[None] | None = None
 
     @property
@@ -85,11 +88,13 @@ class BuiltinSampler:
 
     @property
     def cache_bytes(self) -> int:
-        """Memory that keys, values and states take now: 0 asleep."""
-        return sum(cache.num_bytes for cache in (self._cache, self._states) if cache is not None)
+        """Memory that keys, values, states and routes take now: 0 asleep."""
+        return sum(cache.num_bytes for cache in (self._cache, self._states, self._routes) if cache is not None)
 
     async def sample(self, prompt: Prompt, params: SamplingParams) -> Completion:
         self._check(prompt, params)
+        if params.routes and self._routes is None:
+            self._record_routes()
         answer: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
         matcher = self._stop_strings(params)
         request = Request.new(prompt.tokens, params, answer, None if matcher is None else matcher.start())
@@ -126,12 +131,18 @@ class BuiltinSampler:
         if self._scheduler.busy:
             raise RolloutError("the sampler was told to sleep while requests run; await or cancel them first")
         self._scheduler.forget_all()
-        self._cache = self._states = None
+        self._cache = self._states = self._routes = self._scheduler.routes = None
 
     async def wake(self) -> None:
         if self._cache is None:
             self._cache = self._new_cache()
             self._states = self._new_states()
+
+    def _record_routes(self) -> None:
+        """From the first request that asks for routes on, until the sampler sleeps. What was computed before has none,
+        so nobody may start from it."""
+        self._scheduler.interrupt_all()
+        self._routes = self._scheduler.routes = RouteCache(self._model, self._scheduler.pool.num_pages)
 
     def _new_states(self) -> StateCache | None:
         model, shape = self._model, self._model.cache_shape.states
@@ -156,8 +167,9 @@ class BuiltinSampler:
             raise RolloutError("the sampler sleeps; call wake() before sample()")
         if params.max_tokens < 1:
             raise RolloutError(f"max_tokens={params.max_tokens}: a completion has at least one token")
-        if params.routes:
-            raise RolloutError("the built-in sampler does not record routes; leave SamplingParams.routes off")
+        if params.routes and not has_routers(self._model.module):
+            name = type(self._model.module).__name__
+            raise RolloutError(f"{name} has no routers that strop knows: leave SamplingParams.routes off")
         if params.stop_strings and self._decode is None:
             raise RolloutError(f"stop strings {params.stop_strings} need a sampler that was given `decode`")
         bounds = {
@@ -248,9 +260,12 @@ class BuiltinSampler:
             slot_T=self._tensor(plan.slot_T),
             context_T=self._tensor(plan.position_T + 1),
         )
-        hidden_TD = self._model.hidden(self._tensor(plan.token_T), self._tensor(plan.position_T), attention)
+        with nullcontext() if self._routes is None else self._routes.recording(attention.slot_T):
+            hidden_TD = self._model.hidden(self._tensor(plan.token_T), self._tensor(plan.position_T), attention)
         for src, dst in plan.copies:
             self._cache.copy_page(src, dst)
+            if self._routes is not None:
+                self._routes.copy_page(src, dst)
         if plan.states is not None and self._states is not None:
             self._states.copy([(leader, twin) for twin, leader in plan.states.twins])
         if len(plan.last_M) < len(plan.token_T):

@@ -23,6 +23,7 @@ import numpy as np
 from strop.ops.paged import PAGE
 from strop.rollout.builtin.draw import Int64s
 from strop.rollout.builtin.pages import PagePool, extend_digests, pages_for
+from strop.rollout.builtin.routes import RouteCache
 from strop.rollout.builtin.rows import Request, Rows
 from strop.rollout.builtin.states import Snapshots, StatePlan
 
@@ -60,6 +61,7 @@ class Scheduler:
     def __init__(self, pool: PagePool, rows: Rows, prefill_tokens: int, snapshots: Snapshots | None = None) -> None:
         self.pool = pool
         self.rows = rows
+        self.routes: RouteCache | None = None  # while somebody asks for them
         self._snapshots = snapshots  # for a model with linear attention: its states cannot be found in pages
         self._prefill_tokens = prefill_tokens
         self._waiting: deque[Request] = deque()
@@ -136,7 +138,11 @@ class Scheduler:
     def _leave(self, row: int) -> tuple[Request, list[int]]:
         self._running.remove(row)
         self._running_N = None
-        return self.rows.leave(row)
+        computed = int(self.rows.computed_R[row])
+        request, pages = self.rows.leave(row)
+        if self.routes is not None and request.params.routes:
+            request.keep_routes(self.routes.of(pages, computed))
+        return request, pages
 
     def _interrupt(self) -> None:
         self._waiting.appendleft(self.finish(self._running[-1]))

@@ -204,7 +204,7 @@ def test_sleep_gives_the_cache_back(model: Watched):
     ("params", "message"),
     [
         (SamplingParams(max_tokens=100), "cache_tokens is 64"),
-        (SamplingParams(max_tokens=5, routes=True), "does not record routes"),
+        (SamplingParams(max_tokens=5, routes=True), "has no routers that strop knows"),
         (SamplingParams(max_tokens=5, stop_strings=("x",)), "`decode`"),
     ],
 )
