@@ -131,3 +131,26 @@ def distribution(engine: Engine, batch: object) -> torch.Tensor:
     return torch.zeros(output.top_k_ids_TK.shape, dtype=torch.float64).scatter(
         -1, output.top_k_ids_TK, output.top_k_logprobs_TK.exp()
     )
+
+
+def test_rewards_are_each_tokens_own_and_what_follows_discounted() -> None:
+    """A_t = r_t + 0.7 A_{t+1} along an attempt and its segments, r = sum of weight (teacher's - student's logprob)."""
+    said = teachers()
+    packed = pack(groups(), ADVANTAGES, max_tokens=30, share_prefixes=True)
+    lessons, measured = asyncio.run(rewarded(packed, WEIGHTS_NM, said, discount=0.7))
+    found_M = packed.trained.gather([batch.inputs.advantages_T for batch in lessons])
+    expected: list[float] = []
+    rewards: list[float] = []
+    alone = [t for g, group in enumerate(groups()) for a, t in enumerate(group) if ADVANTAGES[g][a] == 0.0]
+    for weights_M, trajectory in zip(WEIGHTS_NM, alone, strict=True):
+        own: list[float] = []
+        for part in trajectory.segments:
+            (batch,) = pack([Group("x", [Trajectory(segments=[part])])]).batches
+            scores = [asyncio.run(engine.forward([batch]))[0].logprobs_T for engine in said]
+            for t in batch.mask_T.nonzero().flatten().tolist():
+                student = float(batch.inputs.behavior_logprobs_T[t])
+                own.append(sum(w * (float(s[t]) - student) for w, s in zip(weights_M, scores, strict=True)))
+        rewards += own
+        expected += [sum(0.7 ** (s - t) * own[s] for s in range(t, len(own))) for t in range(len(own))]
+    np.testing.assert_allclose(found_M, expected, rtol=1e-5, atol=1e-6)
+    assert measured["distill/divergence"].result == pytest.approx(-np.mean(rewards), rel=1e-6)
