@@ -1,4 +1,9 @@
-"""Addition for a model that starts from nothing: a tokenizer of characters, and the problems. For `scratch.yaml`."""
+"""Addition for a model that starts from nothing: a tokenizer of characters, and the problems. For `scratch.yaml`.
+
+With a wrong answer beside the right one they are preferences, for `dpo.yaml` and `reward_model.yaml`.
+"""
+
+from random import Random
 
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
@@ -25,6 +30,17 @@ def addition(digits: int = 2) -> list[dict[str, str]]:
     """
     numbers = [f"{number:0{digits}d}" for number in range(10**digits)]
     return [{"prompt": f"{a}+{b}=", "answer": str(int(a) + int(b))[::-1]} for a in numbers for b in numbers]
+
+
+def preferences(digits: int = 2) -> list[dict[str, str]]:
+    """The same problems, each with two answers: `chosen` is right, and `rejected` differs from it in one digit."""
+    rows, dice = addition(digits), Random(0)
+    for row in rows:
+        right = row["answer"]
+        place = dice.randrange(len(right))
+        wrong = (int(right[place]) + dice.randrange(1, 10)) % 10
+        row |= {"chosen": right, "rejected": f"{right[:place]}{wrong}{right[place + 1 :]}"}
+    return rows
 
 
 def score(task: Task, reply: str) -> float:

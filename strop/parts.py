@@ -11,12 +11,16 @@ from transformers import PreTrainedTokenizerBase
 from transformers.utils.logging import disable_progress_bar
 
 from strop.config.recipe import Recipe
+from strop.data.pairs import Fit
 from strop.data.tasks import Task, load_tasks
 from strop.engines.base import Engine
 from strop.engines.build import build_engine
 from strop.envs.base import Env
 from strop.envs.build import make_env
+from strop.errors import ConfigError
 from strop.loops.evaluate import Evaluator
+from strop.loops.reward_model import Judge
+from strop.models.heads import ValueHead
 from strop.models.loading import LanguageModel, load_model
 from strop.models.tokenizer import end_tokens, load_tokenizer
 from strop.rollout.base import Sampler
@@ -58,6 +62,16 @@ class Parts:
             params=self.params,
         )
 
+    def judge(self) -> Judge:
+        """Scores pairs of replies; only for an engine over a value model."""
+        fit = Fit(
+            max_tokens=self.recipe.engine.pack_tokens,
+            share_prefixes=self.recipe.engine.share_prefixes,
+            data_parallel=self.engine.data_parallel,
+            too_long=self.recipe.tasks.too_long,
+        )
+        return Judge(engine=self.engine, renderer=self.renderer, fit=fit)
+
     def decode(self, tokens: Int32s) -> str:
         return decode_with(self.tokenizer)(tokens.tolist())
 
@@ -72,16 +86,24 @@ def decode_with(tokenizer: PreTrainedTokenizerBase) -> Callable[[list[int]], str
 
 
 def build_parts(recipe: Recipe, base: Path) -> Parts:
-    """Load and build everything that a recipe names; files of the user's own code are taken from `base`."""
+    """Load and build everything that a recipe names; files of the user's own code are taken from `base`.
+
+    For a reward model it is a value model that is trained, and the sampler is there for nobody. Raises ConfigError for
+    loops that ask for what the recipe does not give.
+    """
+    if problems := recipe.conflicts():
+        raise ConfigError(*problems)
     torch.set_num_threads(recipe.threads or torch.get_num_threads())
     disable_progress_bar()  # of transformers: it would draw over ours
     tasks = load_tasks(recipe.tasks, base)
     tokenizer = load_tokenizer(recipe.model)
     renderer = build_renderer(recipe.renderer, tokenizer, end_tokens(recipe.model, tokenizer))
-    model = load_model(recipe.model, vocab_size=len(tokenizer), seed=recipe.seed)
+    head = None if recipe.reward_model is None else ValueHead(recipe.reward_model.head)
+    model = load_model(recipe.model, vocab_size=len(tokenizer), seed=recipe.seed, value_head=head)
     adapter = recipe.engine.adapter if recipe.engine.adapter.rank else None
     if adapter is None:
-        sampler = build_sampler(recipe.sampler, model.clone(), decode_with(tokenizer))
+        own = model.clone() if head is None else model
+        sampler = build_sampler(recipe.sampler, own, decode_with(tokenizer))
         frozen, engine = None, build_engine(recipe.engine, model)
     else:  # nobody changes the model itself, so trainer, sampler and reference share it
         sampler = build_sampler(recipe.sampler, model, decode_with(tokenizer), adapter)

@@ -61,6 +61,9 @@ async def _evaluate(recipe: Recipe, recipe_path: Path, checkpoint: Path | None) 
     parts = build_parts(recipe, recipe_path.parent)
     if checkpoint is not None:
         await parts.engine.load(checkpoint)
+    if recipe.reward_model is not None:
+        pairs = await parts.judge().measure(parts.held_out, "evaluate", 0)
+        return {"pair_accuracy": pairs.sampled_accuracy, "mean_margin": pairs.mean_reward}
     await publish(parts.engine, parts.sampler, version=0)
     found = await parts.evaluator().measure("evaluate", 0)
     return {

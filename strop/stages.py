@@ -12,12 +12,12 @@ from strop.config.loops import LoopConfig, SFTConfig
 from strop.config.model import ModelConfig
 from strop.config.policy import GRPOConfig
 from strop.config.ppo import CriticConfig, PPOConfig
-from strop.config.preferences import DPOConfig
+from strop.config.preferences import DPOConfig, RewardModelConfig
 from strop.data.stream import TaskStream
 from strop.engines.base import Engine
 from strop.engines.build import build_engine
 from strop.errors import EngineError
-from strop.loops import best_of_n, distill, dpo, grpo, ppo, sft
+from strop.loops import best_of_n, distill, dpo, grpo, ppo, reward_model, sft
 from strop.models.heads import ValueHead, make_value_model
 from strop.models.loading import LanguageModel, load_model
 from strop.models.tokenizer import load_tokenizer, same_tokens
@@ -33,6 +33,8 @@ async def run_loops(parts: Parts, run: Run) -> None:
                 await _sft(cfg, parts, run)
             case DPOConfig():
                 await _dpo(cfg, parts, run)
+            case RewardModelConfig():
+                await _reward_model(cfg, parts, run)
             case GRPOConfig():
                 await _grpo(cfg, parts, run)
             case PPOConfig():
@@ -78,6 +80,20 @@ async def _dpo(cfg: DPOConfig, parts: Parts, run: Run) -> None:
         packing=parts.recipe.engine,
         too_long=parts.recipe.tasks.too_long,
         reference=await _reference(cfg, start, "dpo", parts, run),
+    )
+
+
+async def _reward_model(cfg: RewardModelConfig, parts: Parts, run: Run) -> None:
+    tasks = TaskStream(parts.train_tasks, seed=parts.recipe.seed)
+    if not await run.begin("reward_model", parts.engine, tasks):
+        return
+    await reward_model.train(
+        cfg,
+        tasks=tasks,
+        judge=parts.judge(),
+        held_out=parts.held_out,
+        evaluate=parts.recipe.evaluate,
+        run=run,
     )
 
 

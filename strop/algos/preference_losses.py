@@ -84,11 +84,12 @@ def _mean_over_pairs(value_P: Tensor, live_P: Tensor) -> Metric:
 
 
 def _describe(loss_P: Tensor, reward: PairSums, live_P: Tensor) -> Metrics:
-    """What is worth knowing of each pair: its loss, and what its two texts are worth."""
+    """What is worth knowing of each pair: its loss, and what its two texts are worth. A tie is half right."""
     h_P = reward.difference_P
+    right_P = 0.5 * (1.0 + h_P.detach().sign())
     return {
         "loss/preference": _mean_over_pairs(loss_P, live_P),
-        "preference/accuracy": _mean_over_pairs((h_P > 0).to(h_P.dtype), live_P),
+        "preference/accuracy": _mean_over_pairs(right_P, live_P),
         "preference/margin": _mean_over_pairs(h_P, live_P),
         "preference/chosen_reward": _mean_over_pairs(reward.chosen_P, live_P),
         "preference/rejected_reward": _mean_over_pairs(reward.rejected_P, live_P),

@@ -5,6 +5,7 @@ held-out tasks -> attempts (sampled, greedy) -> solved or not -> accuracy, pass@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import comb
 
@@ -28,7 +29,7 @@ class Evaluator:
 
     def due(self, step: int, *, last: bool) -> bool:
         """Whether accuracy is measured after this many steps: at the last one, and at every `cfg.every`-th."""
-        return bool(self.tasks) and (last or (self.cfg.every > 0 and step % self.cfg.every == 0))
+        return is_due(self.cfg, self.tasks, step, last=last)
 
     async def measure(self, stage: str, step: int) -> Evaluation:
         """Attempt every held-out task. An episode that fails stops the evaluation: its accuracy would mean nothing."""
@@ -77,6 +78,11 @@ class Evaluator:
             reward=first.reward,
             greedy=greedy,
         )
+
+
+def is_due(cfg: EvaluateConfig, held_out: Sequence[object], step: int, *, last: bool) -> bool:
+    """Whether something held out is measured after this many steps: at the last one, and at every `cfg.every`-th."""
+    return bool(held_out) and (last or (cfg.every > 0 and step % cfg.every == 0))
 
 
 def powers_of_two(limit: int) -> list[int]:
