@@ -30,9 +30,10 @@ from strop.data.pairs import Fit, pack_alone, preference_of
 from strop.data.tasks import Task, TaskSet, load_tasks
 from strop.data.teaching import teacher_weights
 from strop.engines.base import Capabilities
-from strop.engines.build import build_engine
+from strop.engines.build import build_engine, standing_values
 from strop.envs.build import make_env
 from strop.errors import ConfigError, DataError
+from strop.loops.schedule import optim_params
 from strop.models.gguf import ARCHITECTURES
 from strop.models.gguf_file import GGUFFile
 from strop.models.loading import DTYPES, CacheShape, LanguageModel, fresh_config, model_folder, refuse_unpackable
@@ -425,13 +426,28 @@ def _check_engine(recipe: Recipe, facts: _Facts) -> None:
             bias=skeleton.head.bias is not None,
         )
     )
-    needs = Capabilities(shared_prefix=engine.share_prefixes)
-    lacks = build_engine(engine, skeleton, trainable=False).capabilities.missing(needs)
+    _check_schedules(recipe, skeleton, facts)
+    built = facts.attempt(lambda: build_engine(engine, skeleton, trainable=False))
+    if built is None:
+        return
+    lacks = built.capabilities.missing(Capabilities(shared_prefix=engine.share_prefixes))
     if lacks:
         facts.problems.append(
             f"engine.kind {engine.kind} cannot do {', '.join(lacks)}, which the recipe needs: set "
             "engine.share_prefixes to false"
         )
+
+
+def _check_schedules(recipe: Recipe, skeleton: LanguageModel, facts: _Facts) -> None:
+    """The groups of parameters that the engine and the schedules name are there, and have what they are told."""
+    standing = facts.attempt(lambda: standing_values(recipe.engine, skeleton))
+    if standing is None:
+        return
+    for name, loop in recipe.loops().items():
+        try:
+            standing.resolve(optim_params(loop.schedule, 0, 1))
+        except ConfigError as error:
+            facts.problems.extend(f"{name}.schedule: {problem}" for problem in error.problems)
 
 
 def _check_memory(recipe: Recipe, facts: _Facts) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from strop.config.recipe import EngineConfig
 from strop.engines.base import Engine
+from strop.engines.hyper import Standing
 from strop.models.loading import LanguageModel
 
 
@@ -12,3 +13,13 @@ def build_engine(config: EngineConfig, model: LanguageModel, *, trainable: bool 
     from strop.engines.fsdp2.engine import Fsdp2Engine
 
     return Fsdp2Engine(model, config, trainable=trainable)
+
+
+def standing_values(config: EngineConfig, model: LanguageModel) -> Standing:
+    """The groups of parameters that a trainable engine over this model has, and what stands for them at first.
+
+    The model needs no weights. ConfigError for `param_groups` that do not fit it.
+    """
+    from strop.engines.fsdp2.optimizer import parameter_groups
+
+    return parameter_groups(model, config).standing()

@@ -55,7 +55,7 @@ class Standing:
         """What `params` makes of them; with `params.keep` it stands from now on. ConfigError, with every mistake."""
         self._problems = []
         groups = {name: dict(values) for name, values in self.groups.items()}
-        optimizers = list(dict.fromkeys(map(_optimizer, groups)))
+        optimizers = list(dict.fromkeys(["adamw", *map(_optimizer, groups)]))  # AdamW takes what is left, if anything
         for wrong in (scope for scope in params.scoped if scope not in (*optimizers, *groups)):
             self._problems.append(
                 f"scoped[{wrong!r}] is neither an optimizer nor a group: there are {', '.join([*optimizers, *groups])}"
@@ -66,7 +66,7 @@ class Standing:
         for scope, overrides in scopes:
             for key, value in _given(overrides):
                 where = f"scoped[{scope!r}].{key}" if scope else key
-                if self._fits(where, key, value) and self._belongs(where, key, scope):
+                if self._fits(where, key, value) and self._in(scope) and self._belongs(where, key, scope):
                     for name in self._reached(key, scope):
                         groups[name][key] = value if isinstance(value, Tensor) else _plain(value)
         max_grad_norm = self.max_grad_norm if params.max_grad_norm is None else params.max_grad_norm

@@ -187,6 +187,32 @@ def test_a_run_that_cannot_be_done_is_refused(folder: Path, overrides: list[str]
     assert tree(folder) == before
 
 
+@pytest.mark.parametrize(
+    ("override", "sentence"),
+    [
+        (
+            "grpo.schedule.groups={muon: {lr_scale: 9}}",
+            "grpo.schedule: scoped['muon'] is neither an optimizer nor a group: there are adamw, adamw/decay, ",
+        ),
+        ("engine.param_groups={x: {match: ['**.no.*']}}", "engine.param_groups.x.match: '**.no.*' matches nothing"),
+        (
+            "engine.activations={checkpoint_modules: ['**.mlp', '**.attn']}",
+            "engine.activations.checkpoint_modules: '**.attn' matches nothing",
+        ),
+    ],
+)
+def test_names_of_groups_and_modules_are_checked(folder: Path, override: str, sentence: str) -> None:
+    """Before the first token, not at the first step."""
+    (found,) = problems(folder, override)
+    assert found.startswith(sentence)
+
+
+def test_groups_that_are_there_are_planned(folder: Path) -> None:
+    groups = "engine.param_groups={x: {match: ['**.mlp.**']}}"
+    rates = "grpo.schedule.groups={muon/x: {lr_scale: 2}, adamw: {lr_scale: 3}}"
+    assert "muon, lr 1e-06" in str(made(folder, "engine.optimizer=muon", groups, rates))
+
+
 def test_lengths_that_just_fit(folder: Path) -> None:
     assert made(folder, "draw.max_tokens=58", "sampler.cache_tokens=238", "engine.pack_tokens=64").memory is not None
 

@@ -170,6 +170,15 @@ def test_a_key_that_the_addressed_optimizer_lacks_is_refused_with_those_it_has(s
     assert sentence == "momentum: no group here has it; adamw has lr, weight_decay, betas, eps"
 
 
+def test_adamw_may_be_addressed_when_muon_takes_everything() -> None:
+    """What the loops' schedules do: the moments' rates are AdamW's, whether or not a parameter is left to it."""
+    alone = standing(["muon/hidden"])
+    resolved = alone.resolve(OptimParams(lr=1.0, scoped={"adamw": Overrides(betas=(0.5, 0.5))}))
+    assert resolved.groups == {"muon/hidden": {"lr": 1.0, "weight_decay": 0.0, "momentum": 0.95}}
+    for scope, eps, words in (("adamw", -1, "scoped['adamw'].eps is -1"), ("adamw/decay", 1, "is neither")):
+        assert words in problems(alone, OptimParams(lr=1.0, scoped={scope: Overrides(eps=eps)}))[0]
+
+
 def test_a_scope_has_no_norm_of_its_own() -> None:
     inner = OptimParams(max_grad_norm=2.0)
     assert problems(standing(), OptimParams(lr=1.0, scoped={"adamw": inner}))[0].startswith(
