@@ -436,6 +436,12 @@ def _check_engine(recipe: Recipe, facts: _Facts) -> None:
             f"engine.kind {engine.kind} cannot do {', '.join(lacks)}, which the recipe needs: set "
             "engine.share_prefixes to false"
         )
+    facts.problems += [
+        f"{name} asks for something of routers (router_replay, router), and {type(facts.skeleton).__name__} on engine.kind "
+        f"{engine.kind} has none that strop knows: leave both at their defaults"
+        for name, loop in recipe.loops().items()
+        if loop.needs_routers and not built.capabilities.router_replay
+    ]
 
 
 def _check_schedules(recipe: Recipe, skeleton: LanguageModel, facts: _Facts) -> None:

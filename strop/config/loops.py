@@ -86,6 +86,11 @@ class LoopConfig(Section):
         """Whether a frozen copy of the model that the loop begins from is kept beside it."""
         return False
 
+    @property
+    def needs_routers(self) -> bool:
+        """Whether the model must be a mixture of experts."""
+        return False
+
 
 class SFTConfig(LoopConfig):
     """Supervised fine-tuning on the tasks' own answers (`loops/sft.py`)."""

@@ -241,6 +241,18 @@ class LengthConfig(Section):
     """`prefer_short`: the reward from which on an answer is right."""
 
 
+class RouterConfig(Section):
+    """How evenly a mixture of experts uses its experts."""
+
+    balance_coefficient: AtLeastZero = 0.0
+    """The cost of uneven load: at each trained token, the experts' shares of its scores times their shares of the whole
+    update's choices; 1 is even."""
+    z_coefficient: AtLeastZero = 0.0
+    """The cost of large router scores: the square of their logsumexp at each trained token."""
+    measure_every: NonNegative = 0
+    """Every so many steps, one more pass of the trainer measures the load and what replay changes; 0 is never."""
+
+
 class PolicyLoopConfig(LoopConfig):
     """What loops that learn from their own attempts share."""
 
@@ -271,6 +283,11 @@ class PolicyLoopConfig(LoopConfig):
     """Leave out what the sampler drew too differently from the trainer."""
     top_entropy: Annotated[float, Field(gt=0, le=1)] = 1.0
     """Train only on this part of the update's tokens, those where the policy was least certain; 1 trains on all."""
+    router_replay: Literal["off", "recompute", "rollout"] = "off"
+    """Mixtures of experts: whose choice of experts the updates take. `off` lets every pass choose anew, `recompute`
+    keeps that of the trainer's scoring pass before them, `rollout` the sampler's."""
+    router: RouterConfig = RouterConfig()
+    """Mixtures of experts: what uneven use of the experts costs, and how often it is measured."""
     max_failures: NonNegative = 0
     """Episodes in one step that may fail with an error and be left out; one more stops the run."""
 
@@ -304,6 +321,15 @@ class PolicyLoopConfig(LoopConfig):
             or self.reject.divergence != "none"
             or self.top_entropy < 1
             or self.loss.selects
+            or self.router.balance_coefficient > 0
+        )
+
+    @property
+    def needs_routers(self) -> bool:
+        """Whether the model must be a mixture of experts."""
+        router = self.router
+        return self.router_replay != "off" or bool(
+            router.balance_coefficient or router.z_coefficient or router.measure_every
         )
 
     @model_validator(mode="after")
@@ -316,6 +342,11 @@ class PolicyLoopConfig(LoopConfig):
         if self.correction.level != "none" and self.ratio_to == "sampler":
             raise ValueError(
                 "correction.level needs ratio_to trainer: a ratio to the sampler holds the correction already"
+            )
+        if self.router_replay == "recompute" and not self.needs_scores:
+            raise ValueError(
+                "router_replay recompute keeps the choices of the trainer's scoring pass, and nothing here asks for "
+                "that pass: set ratio_to trainer, or router_replay rollout"
             )
         if self.kl.target is not None and not self.kl.coefficient:
             raise ValueError("kl.target leads kl.coefficient, which is 0: give it a value to begin with")

@@ -199,6 +199,11 @@ def with_inputs(
     return changed
 
 
+def unrouted(batches: Sequence[Batch[InputsT]]) -> list[Batch[InputsT]]:
+    """The batches for a model that is not the one whose routes they hold, and for that one's free choice."""
+    return [batch if batch.routes is None else replace(batch, routes=None) for batch in batches]
+
+
 def train_only(packed: Packed[InputsT], keep_M: Bools, *, weighting: str, horizon: int | None) -> Packed[InputsT]:
     """The same batches with only the trained tokens `keep_M` [M] trained, weighed as if there had been no others."""
     tokens = packed.trained

@@ -35,6 +35,7 @@ async def collect(
     tasks are played as groups are missing. `greedy` plays one attempt more at each task, at temperature 0. Raises
     RolloutError when more than `cfg.max_failures` episodes of the step failed.
     """
+    params = replace(params, routes=cfg.router_replay == "rollout")
     taken: list[Task] = []
     played: list[Group] = []
     kept = np.zeros(0, np.int64)
@@ -54,7 +55,7 @@ async def collect(
     greedy_P = None
     if greedy:
         asked = [taken[p] for p in kept]
-        best = await player.play(asked, 1, replace(params, temperature=0.0), step=step, max_failures=0)
+        best = await player.play(asked, 1, replace(params, temperature=0.0, routes=False), step=step, max_failures=0)
         greedy_P = rewards_of(best)[:, 0]
     dropped = {"data/dropped_groups": Metric(Reduction.SUM, float(len(played) - len(groups)))}
     return Attempts(

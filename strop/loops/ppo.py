@@ -21,7 +21,7 @@ from strop.algos.value_losses import ClippedValue
 from strop.checkpoint.beside import Beside
 from strop.config.ppo import PPOConfig
 from strop.config.recipe import EngineConfig, TooLong
-from strop.data.packing import pack_policy
+from strop.data.packing import pack_policy, unrouted
 from strop.data.scored import settle
 from strop.data.stream import TaskStream
 from strop.data.valued import describe_values, value_tokens, whitened
@@ -97,7 +97,7 @@ async def train(
         with run.span("score"):
             scored = await score(cfg, updates, engine=policy, reference=reference)
         with run.span("value"):
-            expected = [await critic.forward(s.packed.batches, Want(values=True)) for s in scored]
+            expected = [await critic.forward(unrouted(s.packed.batches), Want(values=True)) for s in scored]
             valued = [
                 value_tokens(cfg, attempts, part, s, outputs, kl_cost.value)
                 for part, s, outputs in zip(parts, scored, expected, strict=True)

@@ -6,9 +6,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from strop.config.policy import PolicyLoopConfig
-from strop.data.packing import with_inputs
+from strop.data.packing import unrouted, with_inputs
 from strop.data.scored import Scored, Update
 from strop.engines.base import Engine
+from strop.errors import EngineError
 from strop.types import Want
 
 
@@ -19,12 +20,20 @@ async def score(
     scored: list[Scored] = []
     for packed in updates:
         batches, outputs = packed.batches, None
+        if cfg.router_replay == "rollout" and any(batch.routes is None for batch in batches):
+            raise EngineError("router_replay is rollout, but the sampler returned no routes with its completions")
         if reference is not None:
-            found = await reference.forward(batches)
+            found = await reference.forward(unrouted(batches))  # it chooses experts itself
             batches = with_inputs(batches, reference_logprobs=[output.logprobs_T for output in found])
         if cfg.needs_scores:
-            want = Want(entropy=cfg.top_entropy < 1, square_sums=cfg.needs_square_sums)
+            want = Want(
+                entropy=cfg.top_entropy < 1,
+                square_sums=cfg.needs_square_sums,
+                routes=cfg.router_replay == "recompute" or cfg.router.balance_coefficient > 0,
+            )
             outputs = await engine.forward(batches, want)
+            if cfg.router_replay == "recompute":
+                batches = [replace(b, routes=output.routes) for b, output in zip(batches, outputs, strict=True)]
             if cfg.ratio_to == "trainer":
                 batches = with_inputs(batches, proximal_logprobs=[output.logprobs_T for output in outputs])
         scored.append(Scored(packed=replace(packed, batches=batches), outputs=outputs))
