@@ -37,10 +37,17 @@ class Chart:
 LEARNING = (
     Chart("Reward", "mean over the step's attempts", {rows.REWARD: "reward"}),
     Chart("Loss", "mean negative log-likelihood of the trained tokens", {rows.LOSS: "loss"}),
+    Chart("Preference loss", "mean over the step's pairs", {"loss/preference": "loss"}),
+    Chart("Pairs told apart", "share of the step's pairs", {"preference/accuracy": "right"}, fractions),
 )
 HEALTH = (
     Chart("Sampler-trainer gap", "largest difference in a token's logprob", {rows.GAP: "gap"}, logarithmic),
     Chart("Entropy", "of the next token, in nats", {"policy/entropy": "entropy"}),
+    Chart(
+        "Rewards of given replies",
+        "log ratios times beta, or a reward model's scores; mean over the step's pairs",
+        {"preference/chosen_reward": "chosen", "preference/rejected_reward": "rejected"},
+    ),
     Chart("KL from the start", "estimate per token, in nats", {"kl/reference": "KL"}),
     Chart("KL from the sampling policy", "estimate per token, in nats", {"policy/kl_k3": "KL"}),
     Chart(
@@ -66,8 +73,8 @@ COST = (
 
 def learning(history: History) -> list[str]:
     """Reward, loss and held-out accuracy."""
-    reward, loss = (_figure(chart, history) for chart in LEARNING)
-    return [figure for figure in (reward, _accuracy(history), loss) if figure]
+    reward, *losses = (_figure(chart, history) for chart in LEARNING)
+    return [figure for figure in (reward, _accuracy(history), *losses) if figure]
 
 
 def health(history: History) -> list[str]:
@@ -128,7 +135,9 @@ def _figure(chart: Chart, history: History) -> str:
 
 def _accuracy(history: History) -> str:
     found = sorted({int(k) for stage in history.stages for row in stage.evaluations for k in row["pass_at_k"]})
-    keys = {"sampled_accuracy": "sampled", "greedy_accuracy": "greedy"} | {f"pass@{k}": f"pass@{k}" for k in found[1:]}
+    keys = {"sampled_accuracy": history.accuracy_of, "greedy_accuracy": "greedy"} | {
+        f"pass@{k}": f"pass@{k}" for k in found[1:]
+    }
 
     def flat(stage: Stage) -> list[Row]:
         return [row | {f"pass@{k}": value for k, value in row["pass_at_k"].items()} for row in stage.evaluations]
@@ -137,7 +146,8 @@ def _accuracy(history: History) -> str:
     if not series:
         return ""
     scale = fractions([])
-    note = "share of problems solved that are never trained on"
+    shares = {"sampled": "problems solved", "pairs": "pairs told apart"}
+    note = f"share of {shares[history.accuracy_of]} that are never trained on"
     return _framed("Held-out accuracy", note, _legend(series, scale), line_chart(series, scale, spans))
 
 

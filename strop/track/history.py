@@ -10,6 +10,7 @@ from typing import Any
 from strop.config import yaml12
 from strop.errors import ConfigError
 from strop.track import rows
+from strop.track.evaluation import Measured
 from strop.track.rows import Row
 
 
@@ -48,6 +49,12 @@ class History:
     def measured(self) -> Stage | None:
         """The last stage with an evaluation both before and after: the one that the headline speaks of."""
         return next((stage for stage in reversed(self.stages) if len(stage.evaluations) > 1), None)
+
+    @property
+    def accuracy_of(self) -> str:
+        """What the accuracies are of: `sampled` attempts, or `pairs` for a reward model."""
+        found = {str(row.get("measured", Measured.ATTEMPTS)) for stage in self.stages for row in stage.evaluations}
+        return Measured.PAIRS if found == {Measured.PAIRS} else Measured.ATTEMPTS
 
     @property
     def solved_at(self) -> float:

@@ -51,8 +51,8 @@ def figures(row: Mapping[str, Any]) -> dict[str, str]:
 
 
 def accuracies(evaluation: Evaluation) -> str:
-    """`sampled 41.2 %, greedy 45.0 %, pass@4 60.1 %`."""
-    parts = [f"sampled {evaluation.sampled_accuracy:.1%}"]
+    """`sampled 41.2 %, greedy 45.0 %, pass@4 60.1 %`; of a reward model `pairs 93.0 %`."""
+    parts = [f"{evaluation.measured} {evaluation.sampled_accuracy:.1%}"]
     if evaluation.greedy_accuracy is not None:
         parts.append(f"greedy {evaluation.greedy_accuracy:.1%}")
     parts += [f"pass@{k} {value:.1%}" for k, value in sorted(evaluation.pass_at_k.items()) if k > 1]

@@ -122,8 +122,8 @@ def _outcome(history: History) -> str:
     return (
         f'<p class="big"><span class="from">{before:.1%}</span><span class="arrow">&rarr;</span>'
         f'<span class="{kind}">{after:.1%}</span></p>'
-        f'<p class="dim">held-out accuracy (sampled) before and after {last["step"] - first["step"]} steps of '
-        f"{_text(stage.name.upper())}{peak}</p>{_tally(pair_answers(stage, history.solved_at))}"
+        f'<p class="dim">held-out accuracy ({history.accuracy_of}) before and after '
+        f"{last['step'] - first['step']} steps of {_text(stage.name.upper())}{peak}</p>{_tally(pair_answers(stage, history.solved_at))}"
     )
 
 
@@ -217,7 +217,7 @@ def _evaluations(history: History) -> str:
     if not found:
         return ""
     names = sorted({int(k) for row in found for k in row["pass_at_k"]})[1:]
-    head = ["stage", "step", "sampled", "greedy", *(f"pass@{k}" for k in names), "mean reward", "mean tokens"]
+    head = ["stage", "step", history.accuracy_of, "greedy", *(f"pass@{k}" for k in names), "mean reward", "mean tokens"]
     body = [
         [
             row["stage"],

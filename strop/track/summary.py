@@ -38,7 +38,7 @@ def _accuracies(history: History) -> Table:
     table.add_column("step", justify="right")
     measured = [(stage.name, row) for stage in history.stages for row in _ends(stage)]
     names = sorted({int(k) for _, row in measured for k in row["pass_at_k"] if int(k) > 1})
-    for name in ("sampled", "greedy", *(f"pass@{k}" for k in names)):
+    for name in (history.accuracy_of, "greedy", *(f"pass@{k}" for k in names)):
         table.add_column(name, justify="right")
     for index, (stage, row) in enumerate(measured):
         numbers = [row["sampled_accuracy"], row["greedy_accuracy"], *(row["pass_at_k"].get(str(k)) for k in names)]
