@@ -273,7 +273,7 @@ class Want:
     square_sums: bool = False  # the sum of squared probabilities at every row: how certain the policy was
     values: bool = False
     routes: bool = False
-    router_logits: bool = False  # what the routers of a mixture of experts scored, at every row
+    router_logits: bool = False  # what the routers of a mixture of experts scored, and each expert's share of it
     top_k: int = 0  # logprobs and ids of the k likeliest tokens at every row
     every_row: bool = False  # also score targets that the mask leaves out
     per_row: bool = False  # said by a loss: each token's loss depends on its own row alone. Not merged: nobody asks it
@@ -306,7 +306,8 @@ class Outputs:
     top_k_logprobs_TK: Tensor | None = None
     ids_logprobs_TK: Tensor | None = None  # of the tokens in the batch's `ids_TK`
     routes: Routes | None = None
-    router_logits_TLE: Tensor | None = None  # float32; layers as in `Routes`. Live in a loss, and not kept after it
+    router_logits_TLE: Tensor | None = None  # before any softmax; layers as in `Routes`. Live in a loss, not kept after
+    router_shares_TLE: Tensor | None = None  # each expert's part of its token's scores, by the family's own function
 
 
 class Reduction(StrEnum):

@@ -20,6 +20,8 @@ def policy_loss(cfg: PolicyLoopConfig, kl_coefficient: float) -> losses.PolicyLo
         kl_coefficient=kl_coefficient if cfg.kl.place == "loss" else 0.0,
         kl_estimator=Estimator(cfg.kl.estimator),
         entropy_coefficient=cfg.entropy_coefficient,
+        balance_coefficient=cfg.router.balance_coefficient,
+        z_coefficient=cfg.router.z_coefficient,
     )
 
 

@@ -10,6 +10,7 @@ Here are the losses of single tokens' ratios; whole sequences' ratios are in `se
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import ClassVar
@@ -17,6 +18,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from strop.algos.balance import router_terms
 from strop.algos.kl import LOG_RATIO_BOUND, Estimator, estimate
 from strop.types import Layout, Metric, Metrics, Outputs, Reduction, Want
 
@@ -31,6 +33,7 @@ class PolicyInputs:
     proximal_logprobs_T: Tensor | None = None  # of the policy that ratios are taken to; None: the one that sampled
     correction_T: Tensor | None = None  # importance weights that the surrogate is multiplied with; None: 1
     selected_T: Tensor | None = None  # bool; the tokens that ClipCov and KLCov treat differently
+    expert_fractions_LE: Tensor | None = None  # [L, E] instead: each expert's part of the whole update's choices
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,6 +74,7 @@ class PolicyLoss(ABC):
     """A surrogate, plus the terms that any policy loss may carry: a cost for leaving a reference, a bonus for entropy.
 
         loss = correction * surrogate + kl_coefficient * KL(policy, reference) - entropy_coefficient * entropy
+               + balance_coefficient * load_balancing + z_coefficient * router_z
 
     `old` in the formulas below is `proximal_logprobs_T` where the inputs have it (decoupled), and the policy that
     sampled where not (bypass). Raises ValueError when a term's numbers are not there, or inputs differ in shape.
@@ -81,10 +85,15 @@ class PolicyLoss(ABC):
     kl_coefficient: float = 0.0
     kl_estimator: Estimator = Estimator.K3
     entropy_coefficient: float = 0.0
+    balance_coefficient: float = 0.0  # of mixtures of experts, as the next: `strop.algos.balance`
+    z_coefficient: float = 0.0
 
     @property
     def want(self) -> Want:
-        return Want(entropy=self.entropy_coefficient != 0.0, per_row=self.per_row)
+        routers = self.balance_coefficient != 0.0 or self.z_coefficient != 0.0
+        return Want(
+            entropy=self.entropy_coefficient != 0.0, router_logits=routers, per_row=self.per_row and not routers
+        )
 
     @abstractmethod
     def surrogate(self, at: Scored, layout: Layout) -> tuple[Tensor, Metrics]:
@@ -126,6 +135,11 @@ class PolicyLoss(ABC):
                 terms_T = terms_T - self.entropy_coefficient * masked(outputs.entropy_T, mask_T)
         elif self.entropy_coefficient:
             raise ValueError(f"entropy_coefficient is {self.entropy_coefficient}, but the engine gave no entropy_T")
+        if self.want.router_logits:
+            router_T, measured = router_terms(
+                outputs, inputs.expert_fractions_LE, mask_T, balance=self.balance_coefficient, z=self.z_coefficient
+            )
+            terms_T, metrics = terms_T + router_T, metrics | measured
         return terms_T, metrics
 
 
@@ -150,6 +164,9 @@ def _drift(logprobs_T: Tensor, at: Scored, inputs: PolicyInputs) -> Metrics:
     return {
         "policy/ratio_mean": masked_mean(at.log_ratio_T.detach().exp(), at.mask_T),
         "policy/gap_max": masked_max(gap_T.abs(), at.mask_T),
+        "policy/ratio_extreme": fraction(
+            gap_T.abs() > math.log(2.0), at.mask_T
+        ),  # ratio to the sampler beyond [1/2, 2]
         "policy/kl_k3": masked_mean(torch.expm1(bounded_T) - bounded_T, at.mask_T),  # KL(behavior, policy)
     }
 

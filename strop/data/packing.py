@@ -194,6 +194,7 @@ def with_inputs(
             proximal_logprobs_T=was.proximal_logprobs_T if proximal_logprobs is None else proximal_logprobs[b],
             correction_T=was.correction_T if correction is None else correction[b],
             selected_T=was.selected_T if selected is None else selected[b],
+            expert_fractions_LE=was.expert_fractions_LE,
         )
         changed.append(replace(batch, inputs=inputs))
     return changed

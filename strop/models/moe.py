@@ -19,6 +19,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
@@ -290,8 +291,14 @@ class Routing:
         return Routes(tuple(router.layer for router in self._routers), self.taken_TLK().cpu().numpy())
 
     def logits_TLE(self) -> Tensor:
-        """What the routers scored, with the graph of the pass: before any softmax, float32 [T, L, E]."""
-        return torch.stack([self._logits[router.layer].float() for router in self._routers], 1)
+        """What the routers scored, with the graph of the pass: before any softmax, [T, L, E], float32 or wider."""
+        return torch.stack([_wide(self._logits[router.layer]) for router in self._routers], 1)
+
+    def shares_TLE(self) -> Tensor:
+        """The same as parts of 1 over a token's experts: a softmax, or sigmoids over their sum, as the family has it."""
+        logits_TLE = self.logits_TLE()
+        sigmoids = self._routers[0].weigh in (_scaled_sigmoid, _sigmoid)
+        return torch.softmax(F.logsigmoid(logits_TLE) if sigmoids else logits_TLE, -1)
 
     def metrics(self) -> Metrics:
         """How many of all choices were replayed; and of those, how many the model would have made otherwise."""
@@ -318,6 +325,10 @@ class _Bound:
             return ids_TK, weights_TK
         logits_TE, weights_TK, ids_TK = self.native(x, *more)
         return logits_TE, *self.routing.choose(self.router, logits_TE, weights_TK, ids_TK)
+
+
+def _wide(x: Tensor) -> Tensor:
+    return x if x.dtype == torch.float64 else x.float()
 
 
 def _restore(own: dict[str, Any], method: str, was: object) -> None:

@@ -58,6 +58,7 @@ class Routed:
             outputs,
             routes=self._routing.taken() if self._want.routes else None,
             router_logits_TLE=self._routing.logits_TLE() if self._want.router_logits else None,
+            router_shares_TLE=self._routing.shares_TLE() if self._want.router_logits else None,
         )
 
     def metrics(self) -> Metrics:
