@@ -11,6 +11,7 @@ The tokens that were sampled are the tokens that are imitated. RAFT (arXiv 2304.
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import cast
 
 import numpy as np
 
@@ -79,7 +80,7 @@ async def train(
                 data_parallel=engine.data_parallel,
                 too_long=too_long,
             )
-        batches: list[Batch[None]] = [replace(batch, inputs=None) for batch in packed.batches]
+        batches = [cast("Batch[None]", replace(batch, inputs=None)) for batch in packed.batches]
         metrics = merge_metrics([metrics, {"data/dropped": Metric(Reduction.SUM, packed.dropped)}])
 
         # 3. Learn. A step in which no attempt was good enough has nothing to learn, and still ends below.

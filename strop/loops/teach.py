@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TypeVar
+from typing import TypeVar, cast
 
 import numpy as np
 import torch
@@ -81,4 +81,4 @@ def _lesson(
         teacher_logprobs_TK=torch.where(foreign_TK, -torch.inf, logprobs_TK),
         teacher_weights_TM=weights_TM,
     )
-    return replace(batch, inputs=inputs, ids_TK=torch.where(foreign_TK, 0, ids_TK))
+    return cast("Batch[DistillInputs]", replace(batch, inputs=inputs, ids_TK=torch.where(foreign_TK, 0, ids_TK)))
