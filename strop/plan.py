@@ -437,8 +437,8 @@ def _check_engine(recipe: Recipe, facts: _Facts) -> None:
             "engine.share_prefixes to false"
         )
     facts.problems += [
-        f"{name}.router_replay and {name}.router are for mixtures of experts; engine.kind {engine.kind} finds no routers "
-        f"that it knows in {type(facts.skeleton).__name__}: leave both at their defaults"
+        f"{name}.router_replay and {name}.router are for mixtures of experts; engine.kind {engine.kind} finds no "
+        f"routers that it knows in {type(facts.skeleton).__name__}: leave both at their defaults"
         for name, loop in recipe.loops().items()
         if loop.needs_routers and not built.capabilities.router_replay
     ]

@@ -164,9 +164,7 @@ def _drift(logprobs_T: Tensor, at: Scored, inputs: PolicyInputs) -> Metrics:
     return {
         "policy/ratio_mean": masked_mean(at.log_ratio_T.detach().exp(), at.mask_T),
         "policy/gap_max": masked_max(gap_T.abs(), at.mask_T),
-        "policy/ratio_extreme": fraction(
-            gap_T.abs() > math.log(2.0), at.mask_T
-        ),  # ratio to the sampler beyond [1/2, 2]
+        "policy/ratio_extreme": fraction(gap_T.abs() > math.log(2.0), at.mask_T),  # not in [1/2, 2]
         "policy/kl_k3": masked_mean(torch.expm1(bounded_T) - bounded_T, at.mask_T),  # KL(behavior, policy)
     }
 

@@ -295,7 +295,7 @@ class Routing:
         return torch.stack([_wide(self._logits[router.layer]) for router in self._routers], 1)
 
     def shares_TLE(self) -> Tensor:
-        """The same as parts of 1 over a token's experts: a softmax, or sigmoids over their sum, as the family has it."""
+        """The same as parts of 1 over a token's experts: a softmax, or sigmoids over their sum, by the family."""
         logits_TLE = self.logits_TLE()
         sigmoids = self._routers[0].weigh in (_scaled_sigmoid, _sigmoid)
         return torch.softmax(F.logsigmoid(logits_TLE) if sigmoids else logits_TLE, -1)

@@ -31,11 +31,14 @@ LAYOUT = Layout((4,))
 MASK = torch.ones(4, dtype=torch.bool)
 OLD = torch.tensor([-1.0, -1.5, -0.5, -2.0])
 OUTPUTS = Outputs(logprobs_T=OLD + torch.tensor([0.6, -0.7, 1.3, -1.2]), entropy_T=torch.ones(4))
+SCORES = torch.tensor([[[2.0, 1.0, 0.0, -1.0]]] * 4)
+OUTPUTS = replace(OUTPUTS, router_logits_TLE=SCORES, router_shares_TLE=SCORES.softmax(-1))
 INPUTS = PolicyInputs(
     behavior_logprobs_T=OLD,
     advantages_T=torch.tensor([1.0, -1.0, -0.7, 0.4]),
     reference_logprobs_T=OLD - 0.3,
     selected_T=torch.tensor([True, False, False, False]),
+    expert_fractions_LE=torch.tensor([[0.4, 0.3, 0.2, 0.1]]),
 )
 
 
@@ -83,11 +86,14 @@ def test_numbers_that_are_not_there_are_missed() -> None:
     for loss, message in (
         (PolicyGradient(kl_coefficient=0.1), "no reference_logprobs_T"),
         (PolicyGradient(entropy_coefficient=0.1), "gave no entropy_T"),
+        (PolicyGradient(z_coefficient=0.1), "gave no router_logits_TLE"),
         (ClipCov(clip_low=0.2, clip_high=0.2), "needs selected_T"),
         (KLCov(), "needs selected_T"),
     ):
         with pytest.raises(ValueError, match=message):
             loss(Outputs(logprobs_T=OLD), bare, LAYOUT, MASK)
+    with pytest.raises(ValueError, match="no expert_fractions_LE"):
+        PolicyGradient(balance_coefficient=0.1)(OUTPUTS, bare, LAYOUT, MASK)
     with pytest.raises(ValueError, match="value head"):
         ClippedValue()(Outputs(logprobs_T=OLD), ValueInputs(old_values_T=OLD, returns_T=OLD), LAYOUT, MASK)
 
@@ -95,6 +101,8 @@ def test_numbers_that_are_not_there_are_missed() -> None:
 def test_a_loss_asks_only_for_what_it_uses() -> None:
     assert PolicyGradient().want == Want(per_row=True)
     assert PolicyGradient(entropy_coefficient=-0.1).want == Want(entropy=True, per_row=True)
+    assert PolicyGradient(z_coefficient=0.1).want == PolicyGradient(balance_coefficient=0.1).want
+    assert PolicyGradient(z_coefficient=0.1).want == Want(router_logits=True)  # the head alone does not see them
     assert CrossEntropy().want == Want(per_row=True)
     assert ClippedValue().want == Want(values=True)
 
@@ -119,7 +127,7 @@ KNOBS: list[tuple[PolicyLoss, dict[str, Any]]] = [
     (KLCov(), {"coefficient": 0.5}),
     (GMPO(clip_low=0.1, clip_high=0.1), {"clip_low": 0.5, "clip_high": 0.5}),
 ]
-TERMS = {"kl_coefficient": 0.1, "entropy_coefficient": 0.1}
+TERMS = {"kl_coefficient": 0.1, "entropy_coefficient": 0.1, "balance_coefficient": 0.1, "z_coefficient": 0.1}
 
 
 @pytest.mark.parametrize(
