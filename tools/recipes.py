@@ -2,9 +2,9 @@
 
     python tools/recipes.py [NAME ...] [--out FOLDER] [--write] [--list]
 
-Each is one `strop train` of one thread. A run has learned when its last held-out accuracy exceeds its first by the margin
-that stands here; if one has not, or fails, the others still run and the exit code is 1. `--write` puts the table between
-the markers in docs/results.md. All of them take about half an hour of CPU time.
+Each is one `strop train` of one thread. A run has learned when its last held-out accuracy exceeds its first by the
+margin that stands here; if one has not, or fails, the others still run and the exit code is 1. `--write` puts the table
+between the markers in docs/results.md. All of them take about half an hour of CPU time.
 """
 
 from __future__ import annotations
