@@ -13,7 +13,8 @@ from strop.errors import CheckpointError
 FORMAT = 2
 
 # Keys that may differ on resume: where things go, how they are shown, and guard rails. None of them changes a number.
-_FREE = ("run.", "threads", "sampler.max_gap", "engine.max_skipped_steps", "grpo.max_failures", "ppo.max_failures")
+_PLAY = ("grpo", "ppo", "distill", "best_of_n")
+_FREE = ("run.", "threads", "sampler.max_gap", "engine.max_skipped_steps", *(f"{loop}.max_failures" for loop in _PLAY))
 _ABSENT = object()
 
 
