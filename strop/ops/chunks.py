@@ -75,6 +75,10 @@ class Level:
     root: Tensor | None
     ends: tuple[Tensor, Tensor] | None
 
+    def takes_all(self, before: Level) -> bool:
+        """Whether chunk i goes on from chunk i of the level before, for all of those."""
+        return self.source is None and self.end - self.first == before.end - before.first
+
 
 def chunk_size(layout: Layout, key_channels: int, value_channels: int) -> int:
     """The size of chunk that costs least arithmetic, padding counted: short sequences take short chunks.

@@ -46,10 +46,11 @@ def gated_delta_rule(
     """
     _check(q_TJC, k_TJC, v_THC, decay_TH, beta_TH, layout, start_SHCC)
     wide = torch.float64 if v_THC.dtype == torch.float64 else torch.float32
-    inputs = (x.to(wide) for x in (q_TJC, k_TJC, v_THC, decay_TH, beta_TH))
     start_SHCC = None if start_SHCC is None else start_SHCC.to(wide)
+    inputs = (*(x.to(wide) for x in (q_TJC, k_TJC, v_THC, decay_TH, beta_TH)), start_SHCC)
+    keep = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs)
     chunks = chunks_of(layout, chunk_size(layout, k_TJC.shape[2], v_THC.shape[2]), v_THC.device)
-    out_THC, ends_SHCC = GatedDelta.apply(*inputs, start_SHCC, chunks, ends, impl)
+    out_THC, ends_SHCC = GatedDelta.apply(*inputs, chunks, ends, keep, impl)
     return out_THC, ends_SHCC
 
 

@@ -41,10 +41,12 @@ class GatedDelta(torch.autograd.Function):
         start_SHCC: Tensor | None,
         chunks: Chunks,
         ends: bool,
+        keep: bool,
         impl: Impl,
     ) -> tuple[Tensor, Tensor | None]:
+        """`ends`: also give final states; `keep`: a backward pass follows."""
         inputs = (q_TJC, k_TJC, v_THC, decay_TH, beta_TH, start_SHCC)
-        cut, keep = _Cut.of(chunks, k_TJC, v_THC), any(ctx.needs_input_grad)
+        cut = _Cut.of(chunks, k_TJC, v_THC)
         if impl is Impl.TRITON:
             from strop.ops import gated_delta_triton
 
@@ -64,7 +66,7 @@ class GatedDelta(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return *_backward(ctx.cut, ctx.saved_tensors, grads[0], grads[1]), None, None, None
+        return *_backward(ctx.cut, ctx.saved_tensors, grads[0], grads[1]), None, None, None, None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -172,23 +174,32 @@ def _scan(
     start_SJCX = None if start_SHCC is None else cut.flat_state(start_SHCC)
     ends_SJCX = _unread_ends(cut, start_SJCX, v_NJMX, C) if ends else None
     state = v_NJMX.new_zeros((0, cut.heads, C, X))
-    for level in chunks.levels:
+    kept_already = False
+    for number, level in enumerate(chunks.levels):
         here = slice(level.first, level.end)
         state = _before(level, state, start_SJCX)
-        if states_NJCX is not None:
+        if states_NJCX is not None and not kept_already:
             states_NJCX[here] = state
         q, k = inside.q_NJMC[here], inside.k_NJMC[here]
         fade = inside.fade_NJMG[here, ..., None]
         read = (k @ state).unflatten(-1, (cut.group, -1)).mul_(fade)
         wanted = torch.empty_like(w_NJGMC[here])
         torch.sub(cut.apart(v_NJMX[here]), read.transpose(2, 3), out=wanted)
-        w = torch.matmul(inverse_NJGMM[here], wanted, out=w_NJGMC[here])
+        w = w_NJGMC[here]
+        torch.bmm(inverse_NJGMM[here].flatten(0, 2), wanted.flatten(0, 2), out=w.flatten(0, 2))
         out = (q @ state).unflatten(-1, (cut.group, -1)).mul_(fade)
         torch.add(out, (P_NJGMM[here] @ w).transpose(2, 3), out=out_NJMX[here].unflatten(-1, (cut.group, -1)))
         written = torch.empty_like(out)
         torch.mul(w.transpose(2, 3), written_NJMG[here, ..., None], out=written)
-        kept = inside.kept_NJG[here, :, None, :, None]
-        state = (state.unflatten(-1, (cut.group, -1)) * kept).flatten(3)
+        # the state after is computed in the place where the next level's will be kept, if all of them go on there
+        following = chunks.levels[number + 1] if number + 1 < len(chunks.levels) else None
+        if states_NJCX is not None and following is not None and following.takes_all(level):
+            kept_already, after = True, states_NJCX[following.first : following.end]
+        else:
+            kept_already, after = False, torch.empty_like(state)
+        faded = after.unflatten(-1, (cut.group, -1))
+        torch.mul(state.unflatten(-1, (cut.group, -1)), inside.kept_NJG[here, :, None, :, None], out=faded)
+        state = after
         state.flatten(0, 1).baddbmm_(k.flatten(0, 1).transpose(1, 2), written.flatten(3).flatten(0, 1))
         if ends_SJCX is not None and level.ends is not None:
             ends_SJCX[level.ends[1]] = state[level.ends[0]]
@@ -293,13 +304,16 @@ class _Back:
             dn += (reach * left).transpose(2, 3)
             self.dbeta_NJMG[here] = (dn * w).sum(-1).transpose(2, 3)
             dn *= inside.beta_NJMG[here].transpose(2, 3)[..., None]
-            dw = torch.matmul(inverse_NJGMM[here].transpose(3, 4), dn, out=self.dw_NJGMC[here])
+            dw = self.dw_NJGMC[here]
+            torch.bmm(inverse_NJGMM[here].flatten(0, 2).transpose(1, 2), dn.flatten(0, 2), out=dw.flatten(0, 2))
             self.dv_NJMX[here].unflatten(-1, split).copy_(dw.transpose(2, 3))
             dread = (self.dv_NJMX[here].unflatten(-1, split) * fade).neg_().flatten(3)
             dout = (dout_NJMX[here].unflatten(-1, split) * fade).flatten(3)
-            torch.matmul(dout, state.transpose(2, 3), out=self.dq_NJMC[here])
-            dk = torch.matmul(dread, state.transpose(2, 3), out=self.dk_NJMC[here])
-            dk.flatten(0, 1).baddbmm_(written.flatten(3).flatten(0, 1), dafter.transpose(2, 3).flatten(0, 1))
+            turned = state.flatten(0, 1).transpose(1, 2)
+            torch.bmm(dout.flatten(0, 1), turned, out=self.dq_NJMC[here].flatten(0, 1))
+            dk = self.dk_NJMC[here].flatten(0, 1)
+            torch.bmm(dread.flatten(0, 1), turned, out=dk)
+            dk.baddbmm_(written.flatten(3).flatten(0, 1), dafter.transpose(2, 3).flatten(0, 1))
             dbefore = (dafter.unflatten(-1, split) * inside.kept_NJG[here, :, None, :, None]).flatten(3)
             dbefore.flatten(0, 1).baddbmm_(q.flatten(0, 1).transpose(1, 2), dout.flatten(0, 1))
             dbefore.flatten(0, 1).baddbmm_(k.flatten(0, 1).transpose(1, 2), dread.flatten(0, 1))

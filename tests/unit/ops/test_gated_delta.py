@@ -97,7 +97,7 @@ def test_every_size_of_chunk_gives_the_same(size: int):
     given_ = inputs(layout, G=2)
     chunks = chunks_of(layout, size, torch.device("cpu"))
     expected = with_gradients(recurrent, given_, layout)
-    got = with_gradients(lambda x, _: GatedDelta.apply(*x, chunks, True, Impl.TORCH), given_, layout)
+    got = with_gradients(lambda x, _: GatedDelta.apply(*x, chunks, True, True, Impl.TORCH), given_, layout)
     for a, b in zip(got, expected, strict=True):
         torch.testing.assert_close(a, b, rtol=0, atol=1e-12)
 

@@ -74,8 +74,8 @@ def test_triton_is_taken_only_when_asked_for_and_refused_with_its_remedy(monkeyp
     assert resolve("auto", dtype=torch.float32, device=GPU) is Impl.TORCH
     with pytest.raises(ConfigError, match="run on GPUs, not on cpu"):
         resolve("triton", dtype=torch.float32, device=CPU)
-    with pytest.raises(ConfigError, match="set model.dtype to float32 or bfloat16"):
+    with pytest.raises(ConfigError, match=r"set model\.dtype to float32 or bfloat16"):
         resolve("triton", dtype=torch.float64, device=GPU)
     monkeypatch.setattr(select, "find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match="pip install triton; or set model.kernels to auto or torch"):
+    with pytest.raises(ConfigError, match=r"pip install triton; or set model\.kernels to auto or torch"):
         resolve("triton", dtype=torch.float32, device=GPU)
