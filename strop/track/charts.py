@@ -38,6 +38,7 @@ LEARNING = (
     Chart("Reward", "mean over the step's attempts", {rows.REWARD: "reward"}),
     Chart("Loss", "mean negative log-likelihood of the trained tokens", {rows.LOSS: "loss"}),
     Chart("Preference loss", "mean over the step's pairs", {"loss/preference": "loss"}),
+    Chart("Distance from the teachers", "divergence per token, in nats", {"distill/divergence": "divergence"}),
     Chart("Pairs told apart", "share of the step's pairs", {"preference/accuracy": "right"}, fractions),
 )
 HEALTH = (
@@ -59,6 +60,12 @@ HEALTH = (
         "Wasted attempts",
         "shares of attempts cut by the token limit, and of groups that scored alike",
         {"rollout/truncated": "cut", "rollout/uniform_groups": "groups alike"},
+        fractions,
+    ),
+    Chart(
+        "Attempts imitated",
+        "share of all attempts, and of tasks with at least one",
+        {"best_of_n/kept": "attempts", "best_of_n/solved_tasks": "tasks"},
         fractions,
     ),
     Chart("Gradient norm", "before clipping", {"optim/grad_norm": "norm"}),
