@@ -306,6 +306,7 @@ class Outputs:
     top_k_logprobs_TK: Tensor | None = None
     ids_logprobs_TK: Tensor | None = None  # of the tokens in the batch's `ids_TK`
     routes: Routes | None = None
+    expert_counts_LE: Tensor | None = None  # int64, with routes: how often each expert was taken where the mask is on
     router_logits_TLE: Tensor | None = None  # before any softmax; layers as in `Routes`. Live in a loss, not kept after
     router_shares_TLE: Tensor | None = None  # each expert's part of its token's scores, by the family's own function
 

@@ -9,7 +9,7 @@ of a batch still add up to the whole.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
@@ -22,7 +22,7 @@ from strop.config.policy import GRPOConfig, PolicyLoopConfig
 from strop.data.attempts import Attempts, attempt_advantages
 from strop.data.packing import Int64s, Packed, train_only, with_inputs
 from strop.data.trained import TrainedTokens
-from strop.types import Metrics, Outputs, merge_metrics
+from strop.types import Metric, Metrics, Outputs, merge_metrics
 
 Update = Packed[PolicyInputs]
 
@@ -33,6 +33,7 @@ class Scored:
 
     packed: Update
     outputs: list[Outputs] | None  # of the trainer, before the step's updates; None: nothing needs it
+    metrics: Metrics = field(default_factory=dict[str, Metric])  # what else was seen
 
     @property
     def trained(self) -> TrainedTokens:
@@ -124,7 +125,7 @@ def settle(cfg: PolicyLoopConfig, scored: Scored, *, horizon: int, rng: np.rando
     """The update as it is learned from: corrected for what drew it, rejected tokens out, the loss's selection made."""
     packed, outputs = scored.packed, scored.outputs
     if outputs is None:
-        return packed, {}
+        return packed, scored.metrics
     logprobs = [output.logprobs_T for output in outputs]
     packed, metrics = _corrected(cfg, packed, logprobs)
     packed, measured = _accepted(cfg, packed, logprobs, horizon)
@@ -137,7 +138,7 @@ def settle(cfg: PolicyLoopConfig, scored: Scored, *, horizon: int, rng: np.rando
         advantages_M = trained.gather([batch.inputs.advantages_T for batch in packed.batches])
         selected_M = _selected(cfg, trained.gather(logprobs), advantages_M, rng)
         packed = replace(packed, batches=with_inputs(packed.batches, selected=trained.scatter(selected_M)))
-    return packed, merge_metrics([metrics, measured])
+    return packed, merge_metrics([scored.metrics, metrics, measured])
 
 
 def _corrected(cfg: PolicyLoopConfig, packed: Update, logprobs: list[torch.Tensor]) -> tuple[Update, Metrics]:

@@ -103,7 +103,7 @@ async def train(
         #    the start, corrections for what the sampler drew, choices of tokens. Their results are constants.
         kl_cost = replace(kl_cost, value=run.carried.get("kl_coefficient", cfg.kl.coefficient))
         with run.span("score"):
-            scored = await score(cfg, updates, engine=engine, reference=reference)
+            scored = await score(cfg, updates, engine=engine, reference=reference, run=run)
             scored = token_level(cfg, attempts, parts, scored, kl_cost.value)
             rng = np.random.default_rng([run.recipe.seed, step])
             settled = [settle(cfg, s, horizon=params.max_tokens, rng=rng) for s in scored]

@@ -95,7 +95,7 @@ async def train(
         # 2. Models that stand still score the tokens, and the critic says what it expected: that gives advantages.
         kl_cost = replace(kl_cost, value=run.carried.get("kl_coefficient", cfg.kl.coefficient))
         with run.span("score"):
-            scored = await score(cfg, updates, engine=policy, reference=reference)
+            scored = await score(cfg, updates, engine=policy, reference=reference, run=run)
         with run.span("value"):
             expected = [await critic.forward(unrouted(s.packed.batches), Want(values=True)) for s in scored]
             valued = [

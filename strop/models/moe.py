@@ -290,6 +290,14 @@ class Routing:
         """The experts that were taken, on the host."""
         return Routes(tuple(router.layer for router in self._routers), self.taken_TLK().cpu().numpy())
 
+    def counts_LE(self, mask_T: Tensor) -> Tensor:
+        """How often each expert was taken at the masked rows: int64 [L, E], on the host."""
+        most = max(router.num_experts for router in self._routers)
+        taken = [self._ids[router.layer] for router in self._routers]
+        mask_T = mask_T.to(taken[0].device)
+        counts = [torch.bincount(ids_TK[mask_T].flatten(), minlength=most) for ids_TK in taken]
+        return torch.stack(counts).cpu()
+
     def logits_TLE(self) -> Tensor:
         """What the routers scored, with the graph of the pass: before any softmax, [T, L, E], float32 or wider."""
         return torch.stack([_wide(self._logits[router.layer]) for router in self._routers], 1)

@@ -26,6 +26,7 @@ Row = dict[str, Any]
 METRICS = "metrics.jsonl"
 SAMPLES = "samples.jsonl"
 EVALUATIONS = "evaluations.jsonl"
+EXPERTS = "experts.jsonl"
 SESSIONS = "sessions.jsonl"
 RECIPE = "recipe.yaml"
 

@@ -22,7 +22,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO, Any, Protocol, Self
 
+import numpy as np
 import psutil
+from numpy.typing import NDArray
 
 from strop.checkpoint.secrets import hide_secrets, refuse_hidden
 from strop.checkpoint.state import RunState, recipe_values
@@ -143,7 +145,7 @@ class Run:
         else:
             _log.warning("%s has no checkpoint yet: the run begins again", folder)
         with _lock(folder):
-            for name in (rows.METRICS, rows.SAMPLES, rows.EVALUATIONS):
+            for name in (rows.METRICS, rows.SAMPLES, rows.EVALUATIONS, rows.EXPERTS):
                 rows.keep_rows(folder / name, _until(checkpoint, list(stages(recipe))))
         return cls(folder, recipe, decode, watch, checkpoint)
 
@@ -232,6 +234,13 @@ class Run:
         for sample in chosen:
             self._samples.append({"stage": self.stage, "step": step} | asdict(sample))
         self._watch.view.samples(chosen)
+
+    def expert_load(self, step: int, layers: Sequence[int], counts_LE: NDArray[np.int64]) -> None:
+        """Write how often each expert of these decoder layers was taken in a step, for the report's map."""
+        file = RowFile(self.folder / rows.EXPERTS)  # opened when there is something: most runs have no experts
+        file.append({"stage": self.stage, "step": step, "layers": list(layers), "counts": counts_LE.tolist()})
+        file.sync()
+        file.close()
 
     def record_evaluation(self, evaluation: Evaluation) -> None:
         """Write an evaluation; when it is the best so far, the `end_step` of its step saves a checkpoint.

@@ -21,6 +21,7 @@ from strop.config.recipe import EngineConfig
 from strop.data.packing import Batch
 from strop.engines.base import Capabilities, ForwardBackward, Loss, OptimOutcome, OptimParams
 from strop.engines.fsdp2.activations import Activations
+from strop.engines.fsdp2.host import HostBuffers
 from strop.engines.fsdp2.optimizer import build_optimizers, parameter_groups
 from strop.engines.fsdp2.resident import Away
 from strop.engines.fsdp2.routing import Routers
@@ -73,6 +74,11 @@ class Fsdp2Engine:
         self._activations = Activations(model.module, config.activations, model.device)
         learned = None if adapter is None else adapter.parameters()
         self._optimizers = build_optimizers(parameter_groups(model, config, learned)) if trainable else None
+
+    @property
+    def activation_buffers(self) -> HostBuffers | None:
+        """Where offloaded activations wait, for whoever measures; None without offload."""
+        return self._activations.buffers
 
     async def forward(self, batches: list[Batch[Any]], want: Want = Want()) -> list[Outputs]:  # noqa: B008
         self._here("forward")
@@ -259,6 +265,7 @@ def _detached(live: Outputs) -> Outputs:
         ids_logprobs_TK=None if live.ids_logprobs_TK is None else live.ids_logprobs_TK.detach(),
         values_T=None if live.values_T is None else live.values_T.detach(),
         routes=live.routes,
+        expert_counts_LE=live.expert_counts_LE,
         top_k_ids_TK=live.top_k_ids_TK,
         top_k_logprobs_TK=live.top_k_logprobs_TK,
     )

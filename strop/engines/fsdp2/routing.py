@@ -35,18 +35,19 @@ class Routers:
     def around(self, batch: Batch[Any], want: Want) -> Iterator[Routed]:
         """Bind what the batch gives and what is wanted of it, for its forward and its backward pass."""
         if batch.routes is None and not want.routes and not want.router_logits:
-            yield Routed(None, want)
+            yield Routed(None, batch, want)
             return
         routing = Routing(self._found, len(batch), given=batch.routes, keep_logits=want.router_logits)
         with routing.bound():
-            yield Routed(routing, want)
+            yield Routed(routing, batch, want)
 
 
 class Routed:
     """What the routers did with one batch."""
 
-    def __init__(self, routing: Routing | None, want: Want) -> None:
+    def __init__(self, routing: Routing | None, batch: Batch[Any], want: Want) -> None:
         self._routing = routing
+        self._mask_T = batch.mask_T
         self._want = want
 
     def into(self, outputs: Outputs) -> Outputs:
@@ -54,9 +55,12 @@ class Routed:
         if self._routing is None:
             return outputs
         self._routing.check()
+        if self._want.routes:
+            outputs = replace(
+                outputs, routes=self._routing.taken(), expert_counts_LE=self._routing.counts_LE(self._mask_T)
+            )
         return replace(
             outputs,
-            routes=self._routing.taken() if self._want.routes else None,
             router_logits_TLE=self._routing.logits_TLE() if self._want.router_logits else None,
             router_shares_TLE=self._routing.shares_TLE() if self._want.router_logits else None,
         )
