@@ -5,8 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from tools import mutants
+from tools import first_failure, mutants
 from tools.mutants import Mutant, changed_lines, parse, reasons, table
 
 OUTPUT = """
@@ -67,6 +69,20 @@ def test_survivors_are_written_with_their_reasons(tmp_path: Path, monkeypatch: p
     written = (tmp_path / "survivors.txt").read_text()
     assert written.count("it is the same") == 1 and written.count("no reason is known") == 2
     assert Mutant("strop.algos.kl.x__k3__mutmut_2", "killed").name not in written
+
+
+def test_tests_of_single_cases_go_first(request: pytest.FixtureRequest) -> None:
+    def single() -> None: ...
+
+    @given(st.integers())
+    def many(number: int) -> None: ...
+
+    items: list[pytest.Item] = [
+        pytest.Function.from_parent(request.node.parent, name=f"{call.__name__}{n}", callobj=call)
+        for n, call in enumerate((many, single, many, single))
+    ]
+    first_failure.pytest_collection_modifyitems(items)
+    assert [item.name for item in items] == ["single1", "single3", "many0", "many2"]
 
 
 def test_the_listed_reasons_name_functions_that_exist() -> None:
