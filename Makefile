@@ -3,6 +3,7 @@
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV ?= .venv
 BENCH_VENV ?= .venv-trl
+VERL_VENV ?= .venv-verl
 RECIPE ?= recipes/quickstart.yaml
 WORKERS ?= 2
 
@@ -11,7 +12,7 @@ PIP = $(BIN)/python -m pip install --quiet --disable-pip-version-check
 RUN_FOLDER = runs/$(basename $(notdir $(RECIPE)))-$(shell date +%Y%m%d-%H%M%S)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check check-style check-imports check-budgets check-pages check-types bench mutants recipes docs clean
+.PHONY: help demo test check check-style check-imports check-budgets check-pages check-types bench parity mutants recipes docs clean
 
 help:
 	@echo "make demo    install, train a small model on this machine (RECIPE=recipes/quickstart.yaml), show before and after"
@@ -19,6 +20,7 @@ help:
 	@echo "make check   install, run ruff, pyright, import-linter, the budgets, and compare generated pages"
 	@echo "make mutants install, break the algorithms in thousands of small ways, print what no test noticed (minutes)"
 	@echo "make recipes install, train every short recipe, check that each learned, write docs/results.md (an hour)"
+	@echo "make parity  install, compare every algorithm with verl's and TRL's own functions"
 	@echo "make bench   install, measure speed and memory beside other libraries, print ratios (minutes)"
 	@echo "make docs    install, write the generated pages anew"
 
@@ -57,8 +59,11 @@ recipes: $(VENV)/.installed-dev
 bench: $(VENV)/.installed-dev $(BENCH_VENV)/.installed
 	$(BIN)/python -m benchmarks.grpo_step --trl-python $(BENCH_VENV)/bin/python
 
+parity: $(VENV)/.installed-dev $(BENCH_VENV)/.installed $(VERL_VENV)/.installed
+	$(BIN)/python -m benchmarks.algos_parity --verl-python $(VERL_VENV)/bin/python --trl-python $(BENCH_VENV)/bin/python
+
 clean:
-	rm -rf $(VENV) $(BENCH_VENV) .pytest_cache .ruff_cache .hypothesis mutants build dist *.egg-info
+	rm -rf $(VENV) $(BENCH_VENV) $(VERL_VENV) .pytest_cache .ruff_cache .hypothesis mutants build dist *.egg-info
 
 $(VENV)/.installed: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -79,4 +84,13 @@ $(BENCH_VENV)/.installed:
 	test -x $(BENCH_VENV)/bin/python || $(PYTHON) -m venv $(BENCH_VENV)
 	$(BENCH_VENV)/bin/python -m pip install --quiet --disable-pip-version-check \
 		torch==2.13.0 trl==1.16.0 transformers==5.24.0 psutil
+	touch $@
+
+# verl without what its functions do not import.
+$(VERL_VENV)/.installed:
+	test -x $(VERL_VENV)/bin/python || $(PYTHON) -m venv $(VERL_VENV)
+	$(VERL_VENV)/bin/python -m pip install --quiet --disable-pip-version-check \
+		torch==2.13.0 transformers==5.23.0 accelerate==1.15.0 tensordict==0.15.3 ray==2.60.0 \
+		hydra-core==1.3.8 "omegaconf<2.4" codetiming dill
+	$(VERL_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps verl==0.9.1
 	touch $@
