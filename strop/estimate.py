@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import psutil
 from transformers import PretrainedConfig
 
 from strop.config.activations import ActivationsConfig
@@ -18,9 +19,32 @@ from strop.config.recipe import Recipe
 from strop.ops.head import COLUMNS
 from strop.ops.paged import PAGE
 from strop.ops.select import Impl
+from strop.rollout.builtin.states import num_snapshots
 
 MIB = 2**20
 BYTES = {"float32": 4, "bfloat16": 2, "float64": 8}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Linear:
+    """The sizes of linear attention layers."""
+
+    layers: int
+    taps: int  # W of the convolution
+    key_heads: int  # J
+    heads: int  # H
+    key_channels: int  # C
+    value_channels: int  # C_v
+
+    @property
+    def convolved(self) -> int:
+        """F: channels of queries, keys and values together."""
+        return 2 * self.key_heads * self.key_channels + self.heads * self.value_channels
+
+    @property
+    def state(self) -> int:
+        """Numbers that one layer keeps of one text."""
+        return (self.taps - 1) * self.convolved + self.heads * self.key_channels * self.value_channels
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,6 +63,7 @@ class Shape:
     context: int  # positions
     experts: int  # K that a token visits; 0 without experts
     rms_norms: bool  # of the kind that the native kernels take over, with what is around them
+    linear: Linear | None = None
     adapter: int = 0  # numbers in the matrices of an adapter; 0: the whole model is trained
 
 
@@ -56,6 +81,7 @@ class Memory:
     cache: float
     reference: float
     teachers: float = 0.0
+    critic: float = 0.0
 
     @property
     def total(self) -> float:
@@ -74,8 +100,14 @@ class Memory:
             "key-value cache": self.cache,
             "reference weights": self.reference,
             "teachers": self.teachers,
+            "critic": self.critic,
         }
         return {name: size for name, size in parts.items() if size}
+
+
+def machine() -> float:
+    """MiB of memory that this machine has."""
+    return psutil.virtual_memory().total / MIB
 
 
 def shape_of(config: PretrainedConfig, parameters: int, matrices: int, adapter: int = 0) -> Shape:
@@ -99,7 +131,22 @@ def shape_of(config: PretrainedConfig, parameters: int, matrices: int, adapter: 
         context=int(text.max_position_embeddings),
         experts=experts,
         rms_norms=_value(text, "rms_norm_eps") is not None,
+        linear=_linear(text),
         adapter=adapter,
+    )
+
+
+def _linear(text: PretrainedConfig) -> Linear | None:
+    layers = list(_value(text, "layer_types") or ()).count("linear_attention")
+    if not layers:
+        return None
+    return Linear(
+        layers=layers,
+        taps=int(text.linear_conv_kernel_dim),
+        key_heads=int(text.linear_num_key_heads),
+        heads=int(text.linear_num_value_heads),
+        key_channels=int(text.linear_key_head_dim),
+        value_channels=int(text.linear_value_head_dim),
     )
 
 
@@ -120,7 +167,18 @@ def teacher_memory(models: Sequence[tuple[ModelConfig, Shape]], recipe: Recipe, 
     return (said + sum(shape.parameters * BYTES[model.dtype] for model, shape in models)) / MIB
 
 
-def memory(shape: Shape, recipe: Recipe, *, step_tokens: int, impl: Impl, teachers: float = 0.0) -> Memory:
+def critic_bytes(shape: Shape, recipe: Recipe, dtype: str) -> tuple[int, int]:
+    """A critic of numbers of `dtype`: (weights, gradients and moments, all but the gradients as a checkpoint has them).
+
+    It learns before the policy does: what one keeps for its backward pass is gone when the other begins.
+    """
+    kept = (3 * shape.parameters - _muon(shape, recipe)) * BYTES[dtype]
+    return kept + shape.parameters * BYTES[dtype], kept
+
+
+def memory(
+    shape: Shape, recipe: Recipe, *, step_tokens: int, impl: Impl, teachers: float = 0.0, critic: float = 0.0
+) -> Memory:
     """What a run holds at its fullest, when a step has at most `step_tokens` tokens and the kernels are `impl`.
 
     b bytes a number of the dtype, N parameters, T tokens of the largest pack, min(engine.pack_tokens, step_tokens):
@@ -130,9 +188,10 @@ def memory(shape: Shape, recipe: Recipe, *, step_tokens: int, impl: Impl, teache
         optimizer     2 N b with AdamW; with Muon its matrices keep one moment instead of two; likewise
         activations   T L (8 D + 4 H C + 5 J C + 4 F) b: what each layer keeps for its backward pass, attention being
                       computed without a score matrix; T L (6 D + 3 H C + 4 J C + 3 F) b where native kernels fuse the
-                      rest; 3 K D more with K experts a token, which take copies; a checkpointed layer keeps T D b, and
-                      one of them is computed again in full; with offload two layers' at a time. Modules chosen by
-                      pattern count as if they were not
+                      rest; with linear attention T L (7 F + 6 H C_v + H C C_v / 16) b in place of attention's part,
+                      if that is more; 3 K D more with K experts a token, which take copies; a checkpointed layer keeps
+                      T D b, and one of them is computed again in full; with offload two layers' at a time. Modules
+                      chosen by pattern count as if they were not
         offloaded     what the layers keep, in buffers of at most an eighth more; as much again in idle ones, up to
                       engine.activations.offload_idle_mib
         logits        trainer: plain T V (4 + 4 + b), the logits and their softmax in float32 and their gradient;
@@ -141,10 +200,12 @@ def memory(shape: Shape, recipe: Recipe, *, step_tokens: int, impl: Impl, teache
                       over; fused also V for each of engine.head_rows tokens, and the gradient in float32
                       sampler: R V 4 * 3 for R running requests
         sampler       N b: its own copy of the weights; under an adapter of that alone
-        cache         tokens of it, in whole pages, times 2 L J C b
+        cache         tokens of it, in whole pages, times 2 L J C b; and for each slot of linear attention's states
+                      (W - 1) F + H C C_v numbers a layer
         reference     N b when a loop keeps a frozen copy of its start; under an adapter the model itself, and for
                       later loops another copy of the adapter
         teachers      as given, in MiB
+        critic        likewise
 
     The trainer's and the sampler's logits never exist at once: the larger counts. The interpreter and its libraries add
     a few hundred MiB, and a checkpoint in the making a copy of no more than one tensor.
@@ -154,7 +215,6 @@ def memory(shape: Shape, recipe: Recipe, *, step_tokens: int, impl: Impl, teache
     tokens = min(recipe.engine.pack_tokens, step_tokens)
     on_device, offloaded = _activations(shape, tokens, recipe.engine.activations, impl)
     buffers = 1.125 * offloaded * b / MIB
-    pages = -(-recipe.sampler.cache_tokens // PAGE)
     reference = any(loop.needs_reference for loop in recipe.loops().values())
     return Memory(
         weights=(n + shape.adapter) * b / MIB,
@@ -164,10 +224,22 @@ def memory(shape: Shape, recipe: Recipe, *, step_tokens: int, impl: Impl, teache
         offloaded=buffers + min(buffers, recipe.engine.activations.offload_idle_mib),
         logits=max(_trainer_logits(shape, recipe, tokens), recipe.sampler.max_running * shape.vocabulary * 12) / MIB,
         sampler=trained * b / MIB,
-        cache=pages * PAGE * 2 * shape.layers * shape.kv_heads * shape.channels * b / MIB,
+        cache=_cache(shape, recipe) / MIB,
         reference=trained * b / MIB if reference else 0.0,
         teachers=teachers,
+        critic=critic,
     )
+
+
+def _cache(shape: Shape, recipe: Recipe) -> int:
+    """Bytes of keys and values, and of states."""
+    b, linear = BYTES[recipe.model.dtype], shape.linear
+    tokens = -(-recipe.sampler.cache_tokens // PAGE) * PAGE
+    pages = tokens * 2 * (shape.layers - (linear.layers if linear else 0)) * shape.kv_heads * shape.channels * b
+    if linear is None:
+        return pages
+    slots = recipe.sampler.max_running + num_snapshots(recipe.sampler.max_running)
+    return pages + slots * linear.layers * linear.state * max(b, 4)
 
 
 def checkpoint_bytes(shape: Shape, recipe: Recipe) -> int:
@@ -181,12 +253,16 @@ def _muon(shape: Shape, recipe: Recipe) -> int:
     return (shape.adapter or shape.matrices) if recipe.engine.optimizer == "muon" else 0
 
 
-def disk_bytes(shape: Shape, recipe: Recipe) -> int:
-    """Checkpoints kept (newest, best, the end of a loop that another follows), one being written, and the export."""
+def disk_bytes(shape: Shape, recipe: Recipe, beside: int = 0) -> int:
+    """Checkpoints kept (newest, best, the end of a loop that another follows), one being written, and the export.
+
+    `beside` are the bytes of what a checkpoint holds beside the policy.
+    """
     kept = recipe.run.keep + int(recipe.evaluate.keep_best) + len(recipe.loops()) - 1
     steps = sum(loop.steps for loop in recipe.loops().values())
     saves = min(steps, kept) if recipe.run.save_every else min(steps, 3)
-    return (min(kept, saves) + 1) * checkpoint_bytes(shape, recipe) + shape.parameters * BYTES[recipe.model.dtype]
+    one = checkpoint_bytes(shape, recipe) + beside
+    return (min(kept, saves) + 1) * one + shape.parameters * BYTES[recipe.model.dtype]
 
 
 def _activations(shape: Shape, tokens: int, how: ActivationsConfig, impl: Impl) -> tuple[int, int]:
@@ -195,7 +271,11 @@ def _activations(shape: Shape, tokens: int, how: ActivationsConfig, impl: Impl) 
     fused = shape.rms_norms and not shape.experts and impl is Impl.NATIVE
     times_D, times_H, times_J, times_F = (6, 3, 4, 3) if fused else (8, 4, 5, 4)
     times_D += 3 * shape.experts
-    layer = tokens * (times_D * shape.hidden + times_H * queries + times_J * keys + times_F * shape.ffn)
+    mixing = times_H * queries + times_J * keys
+    if linear := shape.linear:
+        values = linear.heads * linear.value_channels
+        mixing = max(mixing, 7 * linear.convolved + 6 * values + values * linear.key_channels // 16)
+    layer = tokens * (times_D * shape.hidden + mixing + times_F * shape.ffn)
     inputs = tokens * shape.hidden
     again = -(-shape.layers // how.checkpoint_every) if how.checkpoint_every else 0
     kept = (shape.layers - again) * layer + again * inputs

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
@@ -129,12 +130,12 @@ class LanguageModel:
     def state(self) -> Iterator[tuple[str, Tensor]]:
         """Every weight and persistent buffer once, under its Hugging Face name; a tied head is not repeated."""
         seen: set[int] = set()
-        for key, tensor in self.module.state_dict().items():
+        for key, tensor in self.module.state_dict(keep_vars=True).items():
             name = base_name(key)
-            if name is None or (tensor.data_ptr() in seen and tensor.numel()):
+            if name is None or id(tensor) in seen:
                 continue
-            seen.add(tensor.data_ptr())
-            yield name, tensor
+            seen.add(id(tensor))
+            yield name, tensor.detach()
 
     @torch.no_grad()
     def load_state(self, weights: Iterable[tuple[str, Tensor]]) -> None:
@@ -153,7 +154,7 @@ class LanguageModel:
         if wrong:
             raise EngineError(f"these weights do not fit {type(self.module).__name__}: {'; '.join(sorted(wrong)[:5])}")
         for name, tensor in own.items():
-            tensor.copy_(given[name])
+            tensor.copy_(_laid_out_as(tensor, given[name]))
 
     def clone(self) -> LanguageModel:
         """A copy that shares nothing and takes no gradients."""
@@ -162,6 +163,13 @@ class LanguageModel:
 
     def num_parameters(self) -> int:
         return sum(tensor.numel() for _, tensor in self.state())
+
+
+def _laid_out_as(own: Tensor, whole: Tensor) -> Tensor:
+    """A whole tensor as this rank keeps it: the shard of it that `own` has, where it has one."""
+    if not isinstance(own, DTensor):
+        return whole
+    return distribute_tensor(whole.to(own.device), own.device_mesh, own.placements, src_data_rank=None)
 
 
 def base_name(name: str) -> str | None:
@@ -274,7 +282,8 @@ def refuse_unpackable(config: PretrainedConfig) -> None:
     if config.is_encoder_decoder or type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise ConfigError(f"model_type={config.model_type} is not a decoder-only language model of transformers")
     kind = cast("type[PreTrainedModel]", MODEL_FOR_CAUSAL_LM_MAPPING[type(config)])
-    if not kind._supports_attention_backend:  # pyright: ignore[reportPrivateUsage] - transformers' own declaration of it
+    declares = kind._supports_attention_backend  # pyright: ignore[reportPrivateUsage] - transformers' own declaration
+    if not declares and config.model_type not in linear_attention.MODEL_TYPES:  # they do, undeclared
         raise ConfigError(
             f"model_type={config.model_type} computes attention by itself, not through transformers' attention "
             "interface, so strop cannot keep packed sequences apart in it"

@@ -11,16 +11,16 @@ import torch
 from strop import estimate
 from strop.algos.losses import CrossEntropy
 from strop.config.activations import ActivationsConfig
-from strop.config.model import Kernels, ModelConfig
 from strop.config.adapter import AdapterConfig
+from strop.config.model import Kernels, ModelConfig
 from strop.config.policy import GRPOConfig, KLConfig
 from strop.config.recipe import EngineConfig, Recipe, SamplerConfig, TasksConfig
 from strop.data.packing import Batch
 from strop.engines.base import OptimParams
 from strop.engines.fsdp2.engine import Fsdp2Engine
 from strop.models.loading import load_model
-from strop.ops.paged import PagedKV
 from strop.plan import _measure
+from strop.rollout.builtin.sampler import BuiltinSampler
 from strop.types import Layout
 
 DENSE = {
@@ -40,6 +40,9 @@ MODELS: dict[str, dict[str, Any]] = {
              "bos_token_id": 0, "eos_token_id": 0},
     "qwen3_moe": {"model_type": "qwen3_moe", **DENSE, "num_experts": 4, "num_experts_per_tok": 2,
                   "moe_intermediate_size": 48},
+    "qwen3_5": {"model_type": "qwen3_5_text", **DENSE, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
+                "linear_key_head_dim": 16, "linear_value_head_dim": 16,
+                "layer_types": ["linear_attention", "linear_attention", "full_attention"]},
 }  # fmt: skip
 TOKENS, LENGTH = 1024, 32
 
@@ -93,6 +96,8 @@ def kept_for_backward(engine: Fsdp2Engine, vocabulary: int) -> int:
         ("llama", "auto", {}),
         ("gpt2", "torch", {"optimizer": "muon"}),
         ("qwen3_moe", "torch", {}),
+        ("qwen3_5", "torch", {}),
+        ("qwen3_5", "auto", {}),
     ],
 )
 def test_the_estimate_is_what_an_engine_keeps(name: str, kernels: str, engine: dict[str, Any]) -> None:
@@ -118,23 +123,17 @@ def test_the_estimate_is_what_an_engine_keeps(name: str, kernels: str, engine: d
     assert estimate.checkpoint_bytes(shape, config) == gradients + moments
 
 
-def test_the_cache_is_what_the_sampler_allocates() -> None:
-    config = recipe("qwen3", "torch")
+@pytest.mark.parametrize("name", ["qwen3", "qwen3_5"])
+def test_the_cache_is_what_the_sampler_allocates(name: str) -> None:
+    config = recipe(name, "torch")
     model = load_model(config.model, vocab_size=256, seed=0)
-    shape = model.cache_shape
-    cache = PagedKV(
-        num_layers=shape.num_layers,
-        num_pages=63,  # 1000 tokens
-        num_kv_heads=shape.num_kv_heads,
-        key_channels=shape.key_channels,
-        value_channels=shape.value_channels,
-        dtype=torch.float32,
-        device=torch.device("cpu"),
-        impl=model.impl,
+    sampler = BuiltinSampler(
+        model,
+        max_running=config.sampler.max_running,
+        cache_tokens=config.sampler.cache_tokens,  # 63 pages
     )
-    held = sum(tensor.nbytes for tensor in vars(cache).values() if isinstance(tensor, torch.Tensor))
     memory = estimate.memory(_measure(model.module, AdapterConfig()), config, step_tokens=1, impl=model.impl)
-    assert memory.cache * estimate.MIB == held
+    assert memory.cache * estimate.MIB == sampler.cache_bytes
 
 
 def test_checkpointing_keeps_less_and_says_so() -> None:

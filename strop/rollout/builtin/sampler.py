@@ -30,7 +30,7 @@ from strop.rollout.builtin.pages import PagePool, pages_for
 from strop.rollout.builtin.routes import RouteCache
 from strop.rollout.builtin.rows import Request, Rows
 from strop.rollout.builtin.scheduler import Plan, Scheduler
-from strop.rollout.builtin.states import Snapshots, StateCache, StatePass
+from strop.rollout.builtin.states import Snapshots, StateCache, StatePass, num_snapshots
 from strop.tokens.stops import StopStrings
 from strop.types import Completion, Float32s, Layout, Prompt, SamplingParams, Stop
 
@@ -39,8 +39,6 @@ if TYPE_CHECKING:
 
     from strop.models.loading import LanguageModel
     from strop.models.lora import Adapter
-
-SHARE_OF_SNAPSHOTS = 4  # one for each so many running requests: groups share prompts
 
 
 class BuiltinSampler:
@@ -69,7 +67,7 @@ class BuiltinSampler:
         self._cache_tokens = cache_tokens
         self._max_tokens = min(model.max_length, cache_tokens)  # of one request, prompt included
         self._place = {layer: place for place, layer in enumerate(model.cache_shape.layers)}
-        self._num_slots = max_running + max(1, max_running // SHARE_OF_SNAPSHOTS)
+        self._num_slots = max_running + num_snapshots(max_running)
         snapshots = Snapshots(max_running, self._num_slots - max_running) if model.cache_shape.states else None
         pool = PagePool(pages_for(cache_tokens))
         self._scheduler = Scheduler(pool, Rows(max_running, self._max_tokens), prefill_tokens, snapshots)

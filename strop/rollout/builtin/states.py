@@ -24,6 +24,13 @@ from strop.rollout.builtin.draw import Int64s
 from strop.rollout.builtin.pages import Digest
 from strop.types import Layout
 
+SHARE_OF_SNAPSHOTS = 4  # one for each so many running requests: groups share prompts
+
+
+def num_snapshots(max_running: int) -> int:
+    """Slots beside those of the rows."""
+    return max(1, max_running // SHARE_OF_SNAPSHOTS)
+
 
 class Snapshots:
     """Which slots hold the state after which page; the least recently used is given up for a new one."""

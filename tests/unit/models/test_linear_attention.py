@@ -7,13 +7,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from strop.config.model import Kernels, ModelConfig
 from strop.errors import ConfigError, EngineError
 from strop.models import linear_attention
 from strop.models.attention import PackedAttention
-from strop.models.loading import LanguageModel, prepare, refuse_unpackable
+from strop.models.loading import LanguageModel, load_model, prepare, refuse_unpackable
 from strop.ops.select import Impl
 from strop.types import Layout
-from tests.tiny_models import LINEAR_MODELS, tiny_config, tiny_model, tiny_module
+from tests.tiny_models import FAMILIES, LINEAR_MODELS, tiny_config, tiny_model, tiny_module
 
 LENGTHS = (1, 2, 3, 17, 33, 5)
 TOKENS = torch.randint(3, 96, (sum(LENGTHS),), generator=torch.Generator().manual_seed(0))
@@ -155,6 +156,14 @@ def test_every_layer_is_hooked_and_no_other_model_touched():
     assert state is not None
     assert (state.layers, model.cache_shape.layers) == ((0,), (1,))
     assert (state.taps, state.conv_channels, state.heads, state.key_channels, state.value_channels) == (4, 96, 4, 8, 16)
+
+
+@pytest.mark.parametrize("family", LINEAR_MODELS)
+def test_recipes_may_name_these_models(family: str):
+    refuse_unpackable(tiny_config(family))
+    fresh = {name: value for name, value in FAMILIES[family].items() if name != "vocab_size"}
+    config = ModelConfig(fresh={**fresh, "model_type": family}, kernels=Kernels.TORCH)
+    assert load_model(config, vocab_size=96, seed=0).cache_shape.states is not None
 
 
 def test_a_clone_has_layers_of_its_own():
