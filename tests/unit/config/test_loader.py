@@ -500,6 +500,7 @@ WITH = {
     "label_key": ["tasks.reply_key=r"],
     "kl.target": ["{loop}.kl.coefficient=0.1"],
     "correction.level": ["{loop}.ratio_to=trainer"],
+    "router_replay": ["{loop}.ratio_to=trainer"],
     "advantage.discount": ["{loop}.drop_uniform_groups=false"],
 }
 

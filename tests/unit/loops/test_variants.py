@@ -110,15 +110,21 @@ def test_a_divergence_is_led_to_its_target(tmp_path: Path) -> None:
 def test_a_loss_has_the_knobs_of_its_recipe() -> None:
     for kind, knobs in PolicyLossConfig.KNOBS.items():
         cfg = GRPOConfig.model_validate(
-            {"loss": {"kind": kind}, "kl": {"coefficient": 0.5}, "entropy_coefficient": 0.25}
+            {
+                "loss": {"kind": kind},
+                "kl": {"coefficient": 0.5},
+                "entropy_coefficient": 0.25,
+                "router": {"balance_coefficient": 0.125, "z_coefficient": 0.0625},
+            }
         )
         loss = policy_loss(cfg, 0.5)
         assert isinstance(loss, PolicyLoss)
         assert (loss.kl_coefficient, loss.kl_estimator, loss.entropy_coefficient) == (0.5, "k3", 0.25)
+        assert (loss.balance_coefficient, loss.z_coefficient) == (0.125, 0.0625)
         of_selection = {"fraction", "covariance_low", "covariance_high"}
         given = {name: value for name, value in knobs.items() if name not in of_selection}
         fields = set(type(loss).__dataclass_fields__) - {"kl_coefficient", "kl_estimator", "entropy_coefficient"}
-        fields -= {"per_row"}
+        fields -= {"per_row", "balance_coefficient", "z_coefficient"}
         assert fields == set(given)
         assert {name: getattr(loss, name) for name in fields} == given
     in_reward = GRPOConfig.model_validate({"kl": {"coefficient": 0.5, "place": "reward"}})
