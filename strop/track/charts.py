@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from html import escape
 
 from strop.track import rows
+from strop.track.experts import expert_maps
 from strop.track.history import History, Stage
 from strop.track.rows import Row
 from strop.track.svg import (
@@ -68,6 +69,12 @@ HEALTH = (
         {"best_of_n/kept": "attempts", "best_of_n/solved_tasks": "tasks"},
         fractions,
     ),
+    Chart(
+        "Replayed routes",
+        "shares of the choices of experts that were replayed, and of those that the model would make otherwise",
+        {"router/replayed": "replayed", "router/disagreement": "otherwise"},
+        fractions,
+    ),
     Chart("Gradient norm", "before clipping", {"optim/grad_norm": "norm"}),
     Chart("Learning rate", "of the optimizer step", {"optim/lr": "lr"}, smooth=False),
     Chart("Clipped tokens", "share whose ratio left its bounds", {"policy/clip_fraction": "clipped"}),
@@ -86,7 +93,7 @@ def learning(history: History) -> list[str]:
 
 def health(history: History) -> list[str]:
     """Whether the training is sound."""
-    return [figure for chart in HEALTH if (figure := _figure(chart, history))]
+    return [*(figure for chart in HEALTH if (figure := _figure(chart, history))), *expert_maps(history.folder)]
 
 
 def cost(history: History) -> list[str]:
@@ -99,6 +106,7 @@ def rest(history: History) -> list[str]:
     shown = {key for chart in (*LEARNING, *HEALTH, *COST) for key in chart.keys}
     names = dict.fromkeys(key for stage in history.stages for row in stage.metrics for key in row)
     keys = [key for key in names if key not in {*shown, "stage", "step"} and not key.startswith("time/")]
+    keys = [key for key in keys if "/layer_" not in key]  # a model has too many: the map of experts shows them
     return [figure for key in keys if (figure := _figure(Chart(key, "", {key: key.rpartition("/")[2]}), history))]
 
 
