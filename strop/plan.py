@@ -18,7 +18,6 @@ from inspect import signature
 from pathlib import Path
 from typing import TypeVar
 
-import psutil
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
@@ -26,6 +25,7 @@ from strop import estimate
 from strop.config.adapter import AdapterConfig
 from strop.config.loops import LoopConfig, ScheduleConfig
 from strop.config.recipe import ModelConfig, Recipe, RendererConfig, TooLong
+from strop.critic import plan_critic
 from strop.data.pairs import Fit, pack_alone, preference_of
 from strop.data.tasks import Task, TaskSet, load_tasks
 from strop.data.teaching import teacher_weights
@@ -88,6 +88,7 @@ class _Facts:
     impl: Impl | None = None
     longest: tuple[int, str] | None = None  # tokens of the longest prompt, and its task
     teachers: list[tuple[ModelConfig, estimate.Shape]] = field(default_factory=list)  # those whose shape is known
+    critic: tuple[int, int] = (0, 0)  # bytes in memory, and in a checkpoint
 
     def attempt(self, build: Callable[[], T]) -> T | None:
         """What `build` gives; None, and its problems kept, when the recipe is at fault."""
@@ -112,6 +113,7 @@ def plan(recipe: Recipe, recipe_path: Path, *, resume: bool = False, may_fetch: 
         _check_lengths(recipe, facts)
         _check_preferences(recipe, facts)
         _check_teachers(recipe, facts, may_fetch)
+        _check_critic(recipe, facts, may_fetch)
         _check_engine(recipe, facts)
         _check_memory(recipe, facts)
         _check_folder(recipe, facts, resume)
@@ -120,7 +122,7 @@ def plan(recipe: Recipe, recipe_path: Path, *, resume: bool = False, may_fetch: 
     if facts.problems:
         raise ConfigError(*dict.fromkeys(facts.problems))
     rows = tuple(_rows(recipe, recipe_path, facts))
-    return Plan(rows=rows, memory=_memory(recipe, facts), machine=_machine(), notes=tuple(facts.notes))
+    return Plan(rows=rows, memory=_memory(recipe, facts), machine=estimate.machine(), notes=tuple(facts.notes))
 
 
 @contextmanager
@@ -369,21 +371,36 @@ def _check_teachers(recipe: Recipe, facts: _Facts, may_fetch: bool) -> None:
         return
     teachers = recipe.distill.teachers
     for m, teacher in enumerate(teachers):
-        key, own = f"distill.teachers.{m}", _Facts()
-        # A teacher reads tokens that the student's renderer made.
-        plain = recipe.model_copy(update={"model": teacher.model, "renderer": RendererConfig(kind="plain")})
-        _check_model(plain, own, may_fetch)
-        facts.problems += [f"{key}: {problem}" for problem in own.problems]
-        facts.notes += [f"{key}: {note}" for note in own.notes]
-        student, other = facts.tokenizer, own.tokenizer
-        if student is not None and other is not None:
-            facts.attempt(lambda ours=student, theirs=other, key=key: same_tokens(ours, theirs, key=f"{key}.model"))
+        key = f"distill.teachers.{m}"
+        own = _check_other(key, teacher.model, recipe, facts, may_fetch)
         if own.shape is not None:
             facts.teachers.append((teacher.model, own.shape))
             facts.problems += _teacher_misfits(key, own.shape, recipe, facts)
     if facts.tasks is not None:
         tasks = facts.tasks.train
         facts.attempt(lambda: teacher_weights(teachers, tasks))
+
+
+def _check_other(key: str, model: ModelConfig, recipe: Recipe, facts: _Facts, may_fetch: bool) -> _Facts:
+    """What is known of another model of the recipe, which must speak of the same tokens."""
+    own = _Facts()  # it reads tokens that the first one's renderer made
+    _check_model(recipe.model_copy(update={"model": model, "renderer": RendererConfig(kind="plain")}), own, may_fetch)
+    facts.problems += [f"{key}: {problem}" for problem in own.problems]
+    facts.notes += [f"{key}: {note}" for note in own.notes]
+    ours, theirs = facts.tokenizer, own.tokenizer
+    if ours is not None and theirs is not None:
+        facts.attempt(lambda: same_tokens(ours, theirs, key=f"{key}.model"))
+    return own
+
+
+def _check_critic(recipe: Recipe, facts: _Facts, may_fetch: bool) -> None:
+    """The critic is here, speaks of the policy's tokens, and can be trained."""
+    if recipe.ppo is None:
+        return
+    cfg = recipe.ppo.critic
+    own = facts if cfg.model is None else _check_other("ppo.critic", cfg.model, recipe, facts, may_fetch)
+    if (skeleton := own.skeleton) is not None:
+        facts.critic = facts.attempt(lambda: plan_critic(recipe, cfg, skeleton, own.folder)) or (0, 0)
 
 
 def _teacher_misfits(key: str, shape: estimate.Shape, recipe: Recipe, facts: _Facts) -> Iterator[str]:
@@ -458,7 +475,7 @@ def _check_schedules(recipe: Recipe, skeleton: LanguageModel, facts: _Facts) -> 
 
 def _check_memory(recipe: Recipe, facts: _Facts) -> None:
     """What surely does not fit this machine is a problem; what may not fit is a note."""
-    memory, machine = _memory(recipe, facts), _machine()
+    memory, machine = _memory(recipe, facts), estimate.machine()
     if memory is None:
         return
     sure = memory.total - memory.activations - memory.logits
@@ -479,11 +496,8 @@ def _memory(recipe: Recipe, facts: _Facts) -> estimate.Memory | None:
         return None
     impl = facts.impl or Impl.TORCH
     teachers = estimate.teacher_memory(facts.teachers, recipe, step_tokens=_step_tokens(recipe, facts))
-    return estimate.memory(facts.shape, recipe, step_tokens=_step_tokens(recipe, facts), impl=impl, teachers=teachers)
-
-
-def _machine() -> float:
-    return psutil.virtual_memory().total / estimate.MIB
+    tokens, critic = _step_tokens(recipe, facts), facts.critic[0] / estimate.MIB
+    return estimate.memory(facts.shape, recipe, step_tokens=tokens, impl=impl, teachers=teachers, critic=critic)
 
 
 def _step_tokens(recipe: Recipe, facts: _Facts) -> int:
@@ -511,7 +525,7 @@ def _check_folder(recipe: Recipe, facts: _Facts, resume: bool) -> None:
     if not os.access(parent, os.W_OK):
         facts.problems.append(f"run.folder {folder} cannot be made: {parent} is not writable")
     elif facts.shape is not None and not resume:
-        needed, free = estimate.disk_bytes(facts.shape, recipe), shutil.disk_usage(parent).free
+        needed, free = estimate.disk_bytes(facts.shape, recipe, facts.critic[1]), shutil.disk_usage(parent).free
         if needed > free:
             facts.problems.append(
                 f"checkpoints and the exported model need up to {needed / 1e9:.2g} GB and the disk of {folder} has "

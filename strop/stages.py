@@ -11,14 +11,14 @@ from strop.config.imitation import BestOfNConfig, DistillConfig
 from strop.config.loops import LoopConfig, SFTConfig
 from strop.config.model import ModelConfig
 from strop.config.policy import GRPOConfig
-from strop.config.ppo import CriticConfig, PPOConfig
+from strop.config.ppo import PPOConfig
 from strop.config.preferences import DPOConfig, RewardModelConfig
+from strop.critic import build_critic
 from strop.data.stream import TaskStream
 from strop.engines.base import Engine
 from strop.engines.build import build_engine
 from strop.errors import EngineError
 from strop.loops import best_of_n, distill, dpo, grpo, ppo, reward_model, sft
-from strop.models.heads import ValueHead, make_value_model
 from strop.models.loading import LanguageModel, load_model
 from strop.models.tokenizer import load_tokenizer, same_tokens
 from strop.parts import Parts
@@ -123,7 +123,7 @@ async def _ppo(cfg: PPOConfig, parts: Parts, run: Run) -> None:
     recipe = parts.recipe
     tasks = TaskStream(parts.train_tasks, seed=recipe.seed)
     start = _copy(cfg, parts)  # before `begin`, which may load a later state
-    critic = _critic(cfg.critic, parts)
+    critic = build_critic(cfg.critic, parts)
     if not await run.begin("ppo", Beside(parts.engine, {"critic": critic}), tasks):
         return
     await ppo.train(
@@ -141,23 +141,6 @@ async def _ppo(cfg: PPOConfig, parts: Parts, run: Run) -> None:
         max_gap=recipe.sampler.max_gap,
         reference=await _reference(cfg, start, "ppo", parts, run),
     )
-
-
-def _critic(cfg: CriticConfig, parts: Parts) -> Engine:
-    """An engine over a value model: of its own, or a copy of the policy as it is now."""
-    if cfg.model is None and parts.base is None:
-        model = parts.model.clone()
-        make_value_model(model.module)
-    elif cfg.model is None:
-        vocab_size, seed = len(parts.tokenizer), parts.recipe.seed
-        model = load_model(parts.recipe.model, vocab_size=vocab_size, seed=seed, value_head=ValueHead.FRESH)
-    else:
-        same_tokens(parts.tokenizer, load_tokenizer(cfg.model), key="ppo.critic.model")
-        model = load_model(
-            cfg.model, vocab_size=len(parts.tokenizer), seed=parts.recipe.seed, value_head=ValueHead(cfg.head)
-        )
-    own = parts.recipe.engine.model_copy(update={"param_groups": {}})  # those name the policy's parameters
-    return build_engine(own, model)
 
 
 async def _distill(cfg: DistillConfig, parts: Parts, run: Run) -> None:

@@ -419,3 +419,40 @@ def test_an_adapter_is_counted_and_its_targets_are_there(folder: Path) -> None:
     assert problem.startswith("adapter.targets: this model has no experts; it has attention, mlp")
     problem = problems(folder, "engine.adapter.targets=[heads]")[0]
     assert problem.startswith("engine.adapter.targets.0 is heads: it must be attention, mlp, experts or unembedding")
+
+
+def test_a_critic_is_built_and_counted(folder: Path) -> None:
+    """Weights, gradients and two moments, without the output matrix and with the head of 32 numbers."""
+    ppo = ["grpo=null", "ppo={tasks_per_step: 64, steps: 4}"]
+    memory = made(folder, *ppo).memory
+    critic = PARAMETERS - 14 * 32 + 32
+    assert memory is not None and memory.critic == pytest.approx(4 * critic * 4 / 2**20)
+    assert "\n  critic " in str(made(folder, *ppo)) and "\n  critic " not in str(made(folder))
+    muon = made(folder, *ppo, "engine.optimizer=muon").memory
+    matrices = 2 * (32 * 32 * 2 + 2 * 32 * 16 + 3 * 32 * 64)
+    assert muon is not None and muon.critic == pytest.approx((4 * critic - matrices) * 4 / 2**20)
+
+
+def test_critics_that_do_not_fit_are_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ppo = ["grpo=null", "ppo={tasks_per_step: 64, steps: 4}"]
+    (problem,) = problems(folder, *ppo, "ppo.critic.model={path: nowhere}")
+    assert problem.startswith("ppo.critic: model.path") and "does not exist" in problem
+    (folder / "other.py").write_text(TOY.replace("0123456789+= ", "1023456789+= "))
+    fresh = "{model_type: qwen3, hidden_size: 16, num_hidden_layers: 1, num_attention_heads: 2, head_dim: 8}"
+    (problem,) = problems(folder, *ppo, f"ppo.critic.model={{fresh: {fresh}, tokenizer: other.py:tokenizer}}")
+    assert problem.startswith("ppo.critic.model has another tokenizer than model: the ids of 2 tokens differ")
+    (problem,) = problems(folder, *ppo, "ppo.critic.schedule.groups={adapters: {lr_scale: 2.0}}")
+    assert problem.startswith("ppo.critic.schedule: ")
+
+    from strop.engines.base import Capabilities
+    from strop.engines.fsdp2.engine import Fsdp2Engine
+
+    honest = Fsdp2Engine.__init__
+
+    def without(self: Fsdp2Engine, *args: object, **options: object) -> None:
+        honest(self, *args, **options)
+        self.capabilities = Capabilities(shared_prefix=True)
+
+    monkeypatch.setattr(Fsdp2Engine, "__init__", without)
+    (problem,) = problems(folder, *ppo)
+    assert "trains no value models" in problem

@@ -12,7 +12,6 @@ import time
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -134,21 +133,23 @@ def test_a_run_killed_and_resumed_is_the_uninterrupted_run(whole: Path, tmp_path
     assert all(torch.equal(a[name], b[name]) for name in a)
 
 
+RATES = ("ppo.schedule.lr=1e-2", "ppo.bootstrap_truncated=false", "ppo.kl={coefficient: 0}", "ppo.steps=14")
+QUIET = ("evaluate.every=0", "run.save_every=0")
+
+
 def test_reward_teaches(tmp_path: Path) -> None:
-    folder = run(
-        tmp_path,
-        "ppo.steps=30",
-        "ppo.tasks_per_step=32",
-        "ppo.kl={coefficient: 0}",
-        "ppo.schedule.lr=1e-2",
-        "ppo.critic={schedule: {lr: 1e-2}, warmup_steps: 2}",
-        "evaluate.every=0",
-        "run.save_every=0",
-    )
-    reward = [row["reward/mean"] for row in rows(folder)]
-    assert sum(reward[-5:]) / 5 > sum(reward[:5]) / 5 + 0.25
+    critic = "ppo.critic={schedule: {lr: 1e-2}, warmup_steps: 1}"
+    reward = [row["reward/mean"] for row in rows(run(tmp_path, *RATES, *QUIET, "ppo.tasks_per_step=16", critic))]
+    assert sum(reward[-4:]) / 4 > reward[0] + 0.25
+
+
+def test_the_critic_comes_to_know_what_to_expect(tmp_path: Path) -> None:
+    """The policy stays as it is, so that there is something to know."""
+    critic = "ppo.critic={schedule: {lr: 1e-2}, warmup_steps: 13}"
+    folder = run(tmp_path, *RATES, *QUIET, "ppo.tasks_per_step=48", critic)
     explained = [row["value/explained_variance"] for row in rows(folder)]
-    assert np.mean(explained[3:]) > 0.1 > explained[0], "the critic learns too"
+    assert max(explained[:3]) < 0.05 and max(explained[-4:]) > 0.1
+    assert sum("policy/entropy" in row for row in rows(folder)) == 1, "one step of the policy"
 
 
 def test_a_critic_of_its_own_is_loaded_with_its_head(tmp_path: Path) -> None:
@@ -166,7 +167,7 @@ def test_a_critic_of_its_own_is_loaded_with_its_head(tmp_path: Path) -> None:
     (tmp_path / "a").mkdir()
     (tmp_path / "b").mkdir()
     row = rows(run(tmp_path / "a", *own, *brief))[0]
-    assert 4.0 < row["value/mean"] <= 7.0 and row["value/error"] > 16.0, "far too hopeful, as its folder says"
+    assert 6.5 < row["value/mean"] < 7.5, "far too hopeful, as its folder says"
     bare = tiny_module("qwen3")
     bare.save_pretrained(folder)
     with pytest.raises(ConfigError, match=r"missing score\.weight"):
@@ -190,6 +191,15 @@ def test_everything_that_scores_can_be_combined(tmp_path: Path) -> None:
         )
     )
     assert row["optim/skipped"] == 0 and row["sampler/gap_max"] <= 1e-5 and "kl/reference" in row
+
+
+def test_under_an_adapter_the_critic_is_trained_whole(tmp_path: Path) -> None:
+    """It begins as the policy is, its adapter merged, and comes back from a checkpoint beside it."""
+    brief = ("engine.adapter.rank=4", "ppo.steps=2", "ppo.tasks_per_step=4", "evaluate.every=0")
+    folder = run(tmp_path, *brief)
+    engine = sorted((folder / "checkpoints").iterdir())[-1] / "engine"
+    assert (engine / "adapter_model.safetensors").is_file() and (engine / "critic" / "model.safetensors").is_file()
+    assert [row["critic/skipped"] for row in rows(folder)] == [0, 0]
 
 
 def test_skipped_steps_of_the_critic_stop_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
