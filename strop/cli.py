@@ -164,8 +164,11 @@ def _takes_recipe(parser: argparse.ArgumentParser) -> None:
     _takes_overrides(parser)
 
 
+OVERRIDE = "a key of the recipe and its value, as YAML; or a file whose keys go over the recipe's"
+
+
 def _takes_overrides(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("overrides", nargs="*", metavar="a.b=c", help="a key of the recipe and its value, as YAML; or a file whose keys go over the recipe's")
+    parser.add_argument("overrides", nargs="*", metavar="a.b=c", help=OVERRIDE)
 
 
 def _takes_train(parser: argparse.ArgumentParser) -> None:

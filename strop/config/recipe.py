@@ -17,6 +17,7 @@ from strop.config.adapter import AdapterConfig
 from strop.config.imitation import BestOfNConfig, DistillConfig
 from strop.config.loops import LoopConfig, SFTConfig
 from strop.config.model import ModelConfig
+from strop.config.parallel import ParallelConfig
 from strop.config.policy import GRPOConfig
 from strop.config.ppo import PPOConfig
 from strop.config.preferences import DPOConfig, RewardModelConfig
@@ -130,6 +131,8 @@ class EngineConfig(Section):
     head_rows: Positive = 256
     """Tokens whose logits are in flight at once in a `chunked`, `fused` or `triton` head: 4 bytes times this and 2048,
     and the whole vocabulary instead in `fused`."""
+    parallel: ParallelConfig = ParallelConfig()
+    """The ranks that hold the model together; one rank by default, in this process."""
     adapter: AdapterConfig = AdapterConfig()
     """A low-rank adapter that is trained instead of the whole model; the model itself then serves as the reference."""
     activations: ActivationsConfig = ActivationsConfig()

@@ -263,9 +263,11 @@ def fresh_config(fields: dict[str, Any], vocab_size: int) -> PretrainedConfig:
 
 def refuse_unpackable(config: PretrainedConfig) -> None:
     """Raise ConfigError for architectures whose tokens would reach across packed sequences."""
-    declared = config.to_dict()
+    text = config.get_text_config()  # of a model that sees too, only the part that reads and writes is loaded
+    declared = text.to_dict()
     kinds = set(declared.get("layer_types") or ())
-    packable = PACKABLE_LAYERS | ({"linear_attention"} if config.model_type in linear_attention.MODEL_TYPES else set())
+    known_linear = text.model_type in linear_attention.MODEL_TYPES
+    packable = PACKABLE_LAYERS | ({"linear_attention"} if known_linear else set())
     if unknown := sorted(kinds - packable):
         raise ConfigError(
             f"model_type={config.model_type} has layers of kind {', '.join(unknown)}: strop cannot keep packed "
@@ -283,7 +285,7 @@ def refuse_unpackable(config: PretrainedConfig) -> None:
         raise ConfigError(f"model_type={config.model_type} is not a decoder-only language model of transformers")
     kind = cast("type[PreTrainedModel]", MODEL_FOR_CAUSAL_LM_MAPPING[type(config)])
     declares = kind._supports_attention_backend  # pyright: ignore[reportPrivateUsage] - transformers' own declaration
-    if not declares and config.model_type not in linear_attention.MODEL_TYPES:  # they do, undeclared
+    if not declares and not known_linear:  # which take it undeclared
         raise ConfigError(
             f"model_type={config.model_type} computes attention by itself, not through transformers' attention "
             "interface, so strop cannot keep packed sequences apart in it"

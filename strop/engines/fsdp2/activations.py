@@ -7,7 +7,7 @@ Under both, a block's input waits in host memory and the rest is computed again.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import ExitStack, contextmanager
 from functools import partial
 
@@ -45,7 +45,7 @@ class Activations:
             )
 
     @contextmanager
-    def applied(self) -> Iterator[None]:
+    def applied(self) -> Generator[None]:
         """Forward and backward passes in this context do as the configuration says."""
         with ExitStack() as stack:
             for block in self._checkpointed:

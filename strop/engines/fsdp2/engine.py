@@ -26,8 +26,8 @@ from strop.engines.fsdp2.optimizer import build_optimizers, parameter_groups
 from strop.engines.fsdp2.resident import Away
 from strop.engines.fsdp2.routing import Routers
 from strop.engines.fsdp2.scoring import Scorer
+from strop.engines.fsdp2.spread import Alone, Place, Spread, full, is_first_rank, on_first_rank
 from strop.errors import CheckpointError, EngineError
-from strop.models.attention import PackedAttention
 from strop.models.heads import values
 from strop.models.loading import LanguageModel
 from strop.ops.logprobs import Entropy
@@ -58,16 +58,23 @@ class Fsdp2Engine:
         base: Fsdp2Engine | None = None,
     ) -> None:
         self.model = model
+        spread = config.parallel.ranks > 1
+        if spread and adapter is None:
+            model.module.requires_grad_(trainable)
+        self._place: Place = Spread(model, config.parallel) if spread else Alone(model)
         self.trainable = trainable
         self._config = config
         self._adapter = adapter
         self._base = base
         self._routers = Routers(model)
         self.capabilities = Capabilities(
-            lora=True, shared_prefix=True, value_head=model.value_head is not None, router_replay=self._routers.known
+            lora=not spread,
+            shared_prefix=True,
+            value_head=model.value_head is not None,
+            router_replay=self._routers.known,
         )
         self.data_parallel = 1
-        self._scorer = Scorer(model, config, adapter)
+        self._scorer = Scorer(model, config, adapter, every_weight=spread)
         self._away: Away | None = None
         if adapter is None:
             model.module.requires_grad_(trainable)
@@ -83,7 +90,9 @@ class Fsdp2Engine:
     async def forward(self, batches: list[Batch[Any]], want: Want = Want()) -> list[Outputs]:  # noqa: B008
         self._here("forward")
         with torch.no_grad(), self._adapted():
-            return [self._score(batch, want) for batch in batches]
+            scored = [self._score(batch, want) for batch in batches]
+        self._place.put_away()
+        return scored
 
     async def forward_backward(
         self,
@@ -95,12 +104,15 @@ class Fsdp2Engine:
             raise EngineError("this engine is frozen: it scores batches (forward) and cannot take gradients")
         self._here("forward_backward")
         with self._optimizers.all_or_nothing(), self._activations.applied(), self._adapted():
-            return self._learn(batches, loss, want)
+            learned = self._learn(batches, loss, want)
+            self._place.put_away()
+            return learned
 
     def _learn(self, batches: list[Batch[InputsT]], loss: Loss[InputsT], want: Want) -> ForwardBackward:
         outputs: list[Outputs] = []
         metrics: list[Metrics] = []
-        for batch in batches:
+        for number, batch in enumerate(batches, start=1):
+            self._place.syncs(number == len(batches))
             output, measured = self._learn_one(batch, loss, want | loss.want)
             outputs.append(output)
             metrics.append(measured)
@@ -109,7 +121,7 @@ class Fsdp2Engine:
     def _learn_one(self, batch: Batch[InputsT], loss: Loss[InputsT], want: Want) -> tuple[Outputs, Metrics]:
         with self._routers.around(batch, want) as routed:  # the backward pass may run layers again
             summed: Tensor | None = None
-            if self.model.value_head is None and self._scorer.fuses(loss):
+            if self.model.value_head is None and self._scorer.fuses(loss) and self._place.ranks == 1:
                 live, summed = self._scorer.learn(self._hidden(batch, want), batch, want, loss)
             else:
                 live = self._outputs(batch, want, Entropy.GRADIENT if loss.want.entropy else Entropy.VALUE)
@@ -129,18 +141,23 @@ class Fsdp2Engine:
 
     def _outputs(self, batch: Batch[Any], want: Want, entropy: Entropy) -> Outputs:
         """Run one batch. `entropy` is computed without a gradient unless the loss needs one."""
-        hidden_TD = self._hidden(batch, want)
-        if self.model.value_head is not None:
-            values_T = values(self.model.value_head, hidden_TD)
-            return Outputs(logprobs_T=torch.zeros_like(values_T), values_T=values_T)
-        return self._scorer.score(hidden_TD, batch, want, entropy)
+        share = self._place.share(batch)
+
+        def compute() -> Outputs:
+            hidden_TD = self._hidden(share, want)
+            if self.model.value_head is not None:
+                values_T = values(self.model.value_head, hidden_TD)
+                return Outputs(logprobs_T=torch.zeros_like(values_T), values_T=values_T)
+            return self._scorer.score(hidden_TD, share, want, entropy)
+
+        return self._place.whole(self._place.run(compute), len(batch))
 
     def _hidden(self, batch: Batch[Any], want: Want) -> Tensor:
         """The body's hidden states [T, D]. EngineError for what this model cannot give."""
-        layout, device = batch.layout, self.model.device
-        positions_T = torch.from_numpy(layout.positions_T).to(device)
         _check_want(want, self.model)
-        return self.model.hidden(batch.tokens_T.to(device), positions_T, PackedAttention(layout, self.model.impl))
+        place, layout = self._place, batch.layout
+        tokens_T = batch.tokens_T.to(self.model.device)
+        return self.model.hidden(tokens_T, place.positions(layout), place.attention(layout))
 
     async def zero_grad(self) -> None:
         self._here("zero_grad")
@@ -159,7 +176,7 @@ class Fsdp2Engine:
             yield from self._adapter.merged()
             return
         for name, tensor in self.model.state():
-            yield name, tensor.detach().clone()
+            yield name, full(tensor)
 
     def adapter_weights(self) -> Iterator[tuple[str, Tensor]]:
         self._here("adapter_weights")
@@ -173,10 +190,17 @@ class Fsdp2Engine:
         if self._adapter is not None:
             self._adapter.save(folder)
         else:
-            save_file({name: t.detach().contiguous() for name, t in self.model.state()}, folder / WEIGHTS)
+            self._write(dict(self.model.state()), folder / WEIGHTS)
         if self._optimizers is not None:
-            moments = {key: t.contiguous() for key, t in self._optimizers.state()}
-            save_file(moments, folder / MOMENTS, metadata={STANDING: self._optimizers.standing.state()})
+            standing = {STANDING: self._optimizers.standing.state()}
+            self._write(dict(self._optimizers.state()), folder / MOMENTS, standing)
+
+    def _write(self, tensors: dict[str, Tensor], file: Path, metadata: dict[str, str] | None = None) -> None:
+        """One file, whole tensors in it, written by the first rank: another number of ranks can read it."""
+        whole = {name: on_first_rank(tensor) for name, tensor in tensors.items()}
+        if is_first_rank():
+            save_file({name: t for name, t in whole.items() if t is not None}, file, metadata=metadata)
+        self._place.wait()
 
     async def load(self, folder: Path) -> None:
         self._here("load")

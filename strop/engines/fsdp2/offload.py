@@ -10,7 +10,7 @@ dies, whether the graph was used, dropped, or never finished because of an excep
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
@@ -145,7 +145,7 @@ class Offloader:
         self._active: ref[Pass] | None = None  # where backward is
 
     @contextmanager
-    def attached(self) -> Iterator[None]:
+    def attached(self) -> Generator[None]:
         """Offload what the blocks save in this context. Backward may come later."""
         with ExitStack() as stack:
             stack.callback(self._close)
@@ -222,7 +222,7 @@ class Offloader:
 
 
 @contextmanager
-def _removed(handle: torch.utils.hooks.RemovableHandle) -> Iterator[None]:
+def _removed(handle: torch.utils.hooks.RemovableHandle) -> Generator[None]:
     try:
         yield
     finally:

@@ -7,7 +7,7 @@ AdamW.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -16,6 +16,7 @@ from torch import Tensor
 
 from strop.config.recipe import EngineConfig, ParamGroupConfig
 from strop.engines.base import OptimOutcome, OptimParams, SkipReason
+from strop.engines.fsdp2.spread import share_of, total_norm
 from strop.engines.hyper import Standing
 from strop.errors import ConfigError, EngineError
 from strop.models.loading import LanguageModel
@@ -39,7 +40,7 @@ class Optimizers:
             parameter.grad = None
 
     @contextmanager
-    def all_or_nothing(self) -> Iterator[None]:
+    def all_or_nothing(self) -> Generator[None]:
         """Gradients of the block add to what had accumulated when it ends, and are dropped when it raises.
 
         What had accumulated waits aside: a block after the first one needs the gradients' memory twice.
@@ -63,7 +64,7 @@ class Optimizers:
         grads = [p.grad for p in self.names if p.grad is not None]
         if not grads:
             return OptimOutcome(grad_norm=0.0, skipped=True, reason=SkipReason.NO_GRADIENT)
-        norm = torch.nn.utils.get_total_norm(grads)
+        norm = total_norm(grads)
         if not bool(torch.isfinite(norm)):
             self.zero_grad()
             return OptimOutcome(grad_norm=float(norm), skipped=True, reason=SkipReason.NON_FINITE_GRADIENT)
@@ -96,7 +97,7 @@ class Optimizers:
             if parameter is None or (tensor.ndim and tensor.shape != parameter.shape):
                 shape = "no such parameter" if parameter is None else f"{tuple(parameter.shape)} here"
                 raise EngineError(f"optimizer state {key} {tuple(tensor.shape)} does not fit this model: {shape}")
-            restored.setdefault(parameter, {})[slot] = tensor.clone()
+            restored.setdefault(parameter, {})[slot] = share_of(tensor, parameter) if tensor.ndim else tensor.clone()
         self.standing.load_state(standing)
         for optimizer in self.all():
             optimizer.state.clear()

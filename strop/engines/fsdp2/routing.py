@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cached_property
@@ -32,7 +32,7 @@ class Routers:
         return find_routers(self._model.module)
 
     @contextmanager
-    def around(self, batch: Batch[Any], want: Want) -> Iterator[Routed]:
+    def around(self, batch: Batch[Any], want: Want) -> Generator[Routed]:
         """Bind what the batch gives and what is wanted of it, for its forward and its backward pass."""
         if batch.routes is None and not want.routes and not want.router_logits:
             yield Routed(None, batch, want)

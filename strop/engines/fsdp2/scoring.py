@@ -32,6 +32,7 @@ class Scorer:
     model: LanguageModel
     config: EngineConfig
     adapter: Adapter | None = None
+    every_weight: bool = False  # a batch without rows must reach the head too: its ranks exchange gradients
 
     def __post_init__(self) -> None:
         if self.model.device.type != "meta":
@@ -57,10 +58,12 @@ class Scorer:
     def score(self, hidden_TD: Tensor, batch: Batch[Any], want: Want, entropy: Entropy) -> Outputs:
         """Outputs with a graph behind them. `entropy` says how it is computed if it is wanted."""
         rows_N = wanted_rows(batch, want)
+        if self.every_weight and not len(rows_N):
+            rows_N = torch.zeros(1, dtype=torch.int64, device=batch.targets_T.device)
         scored = score_targets(
             hidden_TD[rows_N],
             self._head(),
-            batch.targets_T[rows_N],
+            batch.targets_T[rows_N].clamp(min=0),
             temperature_N=None if batch.temperature_T is None else batch.temperature_T[rows_N],
             entropy=entropy if want.entropy else Entropy.NONE,
             top_k=want.top_k,
@@ -70,7 +73,7 @@ class Scorer:
             rows=self.config.head_rows,
             weight_grad_VD=self._weight_grad(),
         )
-        return outputs_of(scored, rows_N, len(batch))
+        return outputs_of(scored, rows_N, len(batch.targets_T))
 
     def learn(
         self, hidden_TD: Tensor, batch: Batch[InputsT], want: Want, loss: Loss[InputsT]

@@ -1,0 +1,267 @@
+"""Where an engine's model lies: in this process alone, or spread over ranks that compute each batch together.
+
+    batch -> this rank's slice of its tokens -> hidden states -> outputs of the slice -> outputs of the batch
+
+An engine asks its place for these steps and is otherwise the same code on every rank. All ranks make the same calls in
+the same order with equally many batches, whatever those hold: nothing here depends on data.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import fields, replace
+from typing import Any, Protocol, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor, distribute_tensor
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from strop.config.parallel import ParallelConfig
+from strop.data.packing import Batch
+from strop.engines.fsdp2.ulysses import UlyssesAttention, gather_rows
+from strop.errors import EngineError
+from strop.models.attention import AttentionContext, PackedAttention
+from strop.models.loading import LanguageModel
+from strop.types import Layout, Outputs
+
+T = TypeVar("T")
+InputsT = TypeVar("InputsT")
+
+
+class Place(Protocol):
+    """Where a model lies."""
+
+    @property
+    def ranks(self) -> int:
+        """How many hold it together."""
+        ...
+
+    def run(self, compute: Callable[[], T]) -> T:
+        """Compute with the model's weights at hand."""
+        ...
+
+    def share(self, batch: Batch[InputsT]) -> Batch[InputsT]:
+        """This rank's slice of a batch: `layout` still speaks of the whole."""
+        ...
+
+    def positions(self, layout: Layout) -> Tensor:
+        """Positions of the tokens of `share`."""
+        ...
+
+    def attention(self, layout: Layout) -> AttentionContext: ...
+
+    def whole(self, outputs: Outputs, total: int) -> Outputs:
+        """Outputs of a slice to those of the batch of `total` tokens, on every rank."""
+        ...
+
+    def syncs(self, now: bool) -> None:
+        """Whether the next backward pass sums gradients over ranks; it does so once for a call, at its last batch."""
+        ...
+
+    def put_away(self) -> None:
+        """Every rank keeps its own shard of the weights alone."""
+        ...
+
+    def wait(self) -> None:
+        """Until every rank is here."""
+        ...
+
+
+class Alone:
+    """The whole model in this process."""
+
+    ranks = 1
+
+    def __init__(self, model: LanguageModel) -> None:
+        self._model = model
+
+    def run(self, compute: Callable[[], T]) -> T:
+        return compute()
+
+    def share(self, batch: Batch[InputsT]) -> Batch[InputsT]:
+        return batch
+
+    def positions(self, layout: Layout) -> Tensor:
+        return torch.from_numpy(layout.positions_T).to(self._model.device)
+
+    def attention(self, layout: Layout) -> AttentionContext:
+        return PackedAttention(layout, self._model.impl)
+
+    def whole(self, outputs: Outputs, total: int) -> Outputs:
+        return outputs
+
+    def syncs(self, now: bool) -> None: ...
+
+    def put_away(self) -> None: ...
+
+    def wait(self) -> None: ...
+
+
+class Spread:
+    """A model sharded over the ranks of this process's group (FSDP2), the tokens of a batch over some of them.
+
+    Sharding replaces the model's parameters by this rank's shards. Raises EngineError when the process group has
+    another number of ranks than `config`.
+    """
+
+    def __init__(self, model: LanguageModel, config: ParallelConfig) -> None:
+        if dist.get_world_size() != config.ranks:
+            raise EngineError(f"engine.parallel means {config.ranks} ranks, and there are {dist.get_world_size()}")
+        self.ranks = config.ranks
+        self._model = model
+        device = model.device.type
+        places = init_device_mesh(
+            device, (config.replicas, config.data, config.sequence), mesh_dim_names=("replicas", "data", "sequence")
+        )
+        self._sequence = places.get_group("sequence") if config.sequence > 1 else None
+        root = _Root(model.module)
+        shard(root, _sharding_mesh(device, config))
+        self._root = root
+        self._sharded = [part for part in root.modules() if isinstance(part, FSDPModule)]
+
+    def run(self, compute: Callable[[], T]) -> T:
+        return self._root(compute)
+
+    def share(self, batch: Batch[InputsT]) -> Batch[InputsT]:
+        if self._sequence is None:
+            return batch
+        if batch.routes is not None:
+            raise EngineError("routes are not replayed under engine.parallel.sequence: set that to 1")
+        mine, total = self._slice(len(batch)), len(batch)
+        pads = self._padded(total) - total
+        return replace(
+            batch,
+            tokens_T=_padded(batch.tokens_T, pads, 0)[mine],
+            targets_T=_padded(batch.targets_T, pads, -1)[mine],
+            mask_T=_padded(batch.mask_T, pads, False)[mine],
+            weights_T=_padded(batch.weights_T, pads, 0.0)[mine],
+            temperature_T=None if batch.temperature_T is None else _padded(batch.temperature_T, pads, 1.0)[mine],
+            ids_TK=None if batch.ids_TK is None else _padded(batch.ids_TK, pads, 0)[mine],
+        )
+
+    def positions(self, layout: Layout) -> Tensor:
+        positions_T = torch.from_numpy(self._filled(layout).positions_T).to(self._model.device)
+        return positions_T if self._sequence is None else positions_T[self._slice(layout.num_tokens)]
+
+    def attention(self, layout: Layout) -> AttentionContext:
+        inner = PackedAttention(self._filled(layout), self._model.impl)
+        return inner if self._sequence is None else UlyssesAttention(inner, self._sequence)
+
+    def whole(self, outputs: Outputs, total: int) -> Outputs:
+        if self._sequence is None:
+            return outputs
+        changed: dict[str, Any] = {}
+        for field in fields(outputs):
+            column = getattr(outputs, field.name)
+            if isinstance(column, Tensor):
+                changed[field.name] = gather_rows(column, self._sequence)[:total]
+        return replace(outputs, **changed)
+
+    def syncs(self, now: bool) -> None:
+        for part in self._sharded:
+            part.set_requires_gradient_sync(now, recurse=False)
+            part.set_is_last_backward(now)
+
+    def put_away(self) -> None:
+        for part in self._sharded:
+            part.reshard()
+
+    def wait(self) -> None:
+        dist.barrier()
+
+    def _padded(self, total: int) -> int:
+        """Tokens of a batch, filled up so that every rank has as many."""
+        size = 1 if self._sequence is None else dist.get_world_size(self._sequence)
+        return -(-total // size) * size
+
+    def _slice(self, total: int) -> slice:
+        share = self._padded(total) // dist.get_world_size(self._sequence)
+        rank = dist.get_rank(self._sequence)
+        return slice(rank * share, (rank + 1) * share)
+
+    def _filled(self, layout: Layout) -> Layout:
+        """The layout with the filling as a sequence of its own."""
+        pads = self._padded(layout.num_tokens) - layout.num_tokens
+        return layout if not pads else Layout((*layout.lengths, pads), (*layout.parents, -1))
+
+
+class _Root(nn.Module):
+    """What FSDP takes for the model: its forward is whatever an engine computes, with the weights gathered."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, compute: Callable[[], T]) -> T:
+        return compute()
+
+
+def _sharding_mesh(device: str, config: ParallelConfig) -> DeviceMesh:
+    """Weights are sharded over data and sequence ranks alike: gradients of both are summed."""
+    shards = config.data * config.sequence
+    if config.replicas == 1:
+        return init_device_mesh(device, (shards,), mesh_dim_names=("shards",))
+    return init_device_mesh(device, (config.replicas, shards), mesh_dim_names=("replicas", "shards"))
+
+
+def shard(root: nn.Module, mesh: DeviceMesh) -> None:
+    """Each layer and the rest by itself: gathered when it is computed, its gradient summed, never averaged."""
+    for layer in [child for child in root.modules() if isinstance(child, GradientCheckpointingLayer)]:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(root, mesh=mesh, reshard_after_forward=False)
+    for child in root.modules():
+        if isinstance(child, FSDPModule):
+            child.set_gradient_divide_factor(1.0)
+            child.set_force_sum_reduction_for_comms(True)
+
+
+def full(tensor: Tensor) -> Tensor:
+    """A copy of the whole tensor, on every rank. All ranks must ask."""
+    if isinstance(tensor, DTensor):
+        return tensor.full_tensor().detach().clone()
+    return tensor.detach().clone()
+
+
+def on_first_rank(tensor: Tensor) -> Tensor | None:
+    """The whole tensor on the first rank, None on the others. All ranks must ask."""
+    whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    return whole.detach().contiguous() if is_first_rank() else None
+
+
+def is_first_rank() -> bool:
+    return not dist.is_initialized() or dist.get_rank() == 0
+
+
+def share_of(whole: Tensor, own: Tensor) -> Tensor:
+    """What this rank keeps of a whole tensor that every rank has, laid out as `own` is; a copy."""
+    if isinstance(own, DTensor):
+        return distribute_tensor(whole.to(own.device), own.device_mesh, own.placements, src_data_rank=None)
+    return whole.clone()
+
+
+def total_norm(grads: Iterable[Tensor]) -> Tensor:
+    """The 2-norm of all gradients together, the same on every rank: a shard's square counts once."""
+    grads = list(grads)
+    if not any(isinstance(grad, DTensor) for grad in grads):
+        return torch.nn.utils.get_total_norm(grads)
+    squares: dict[tuple[DeviceMesh, tuple[int, ...]], Tensor] = {}
+    for grad in grads:
+        assert isinstance(grad, DTensor)
+        dims = tuple(i for i, placement in enumerate(grad.placements) if placement.is_shard())
+        local = torch.linalg.vector_norm(grad.to_local(), dtype=torch.float64).square()
+        key = (grad.device_mesh, dims)
+        squares[key] = squares[key] + local if key in squares else local
+    total = torch.zeros((), dtype=torch.float64)
+    for (mesh, dims), square in squares.items():
+        for dim in dims:
+            dist.all_reduce(square, group=mesh.get_group(dim))
+        total = total + square
+    return total.sqrt()
+
+
+def _padded(column: Tensor, pads: int, value: float) -> Tensor:
+    return torch.cat([column, column.new_full((pads, *column.shape[1:]), value)]) if pads else column
