@@ -123,7 +123,8 @@ def _outcome(history: History) -> str:
         f'<p class="big"><span class="from">{before:.1%}</span><span class="arrow">&rarr;</span>'
         f'<span class="{kind}">{after:.1%}</span></p>'
         f'<p class="dim">held-out accuracy ({history.accuracy_of}) before and after '
-        f"{last['step'] - first['step']} steps of {_text(stage.name.upper())}{peak}</p>{_tally(pair_answers(stage, history.solved_at))}"
+        f"{last['step'] - first['step']} steps of {_text(stage.name.upper())}{peak}</p>"
+        f"{_tally(pair_answers(stage, history.solved_at))}"
     )
 
 

@@ -276,3 +276,63 @@ def test_the_held_out_part_is_that_of_its_seed(tmp_path: Path) -> None:
     assert parts[0] == [task.id for task in load(tmp_path, holdout=4).held_out]
     assert len({tuple(part) for part in parts}) > 4
     assert load(tmp_path).held_out == []
+
+
+PAIR = {"prompt": "1 + 1?", "good": "2", "bad": "3", "by": 0.5}
+
+
+def test_a_row_of_two_replies_is_a_pair_and_is_answered_by_the_better_one(tmp_path: Path) -> None:
+    write_lines(tmp_path / "rows.jsonl", [PAIR, PAIR | {"answer": "two", "by": 2}])
+    first, second = load(tmp_path, chosen_key="good", rejected_key="bad", margin_key="by").train
+    assert (first.chosen, first.rejected, first.margin, first.answer) == ("2", "3", 0.5, "2")
+    assert (second.chosen, second.rejected, second.margin, second.answer) == ("2", "3", 2.0, "two")
+    assert load(tmp_path, chosen_key="good", rejected_key="bad").train[0].margin == 0.0
+    write_lines(tmp_path / "rows.jsonl", ROWS)
+    assert load(tmp_path).train[0].chosen is None and load(tmp_path).train[0].rejected is None
+
+
+def test_a_row_of_one_reply_and_a_label_is_good_or_bad_and_needs_an_answer_only_when_measured(tmp_path: Path) -> None:
+    rows = [{"prompt": f"{i}?", "says": str(i), "right": i % 2 == 0} for i in range(3)]
+    write_lines(tmp_path / "rows.jsonl", rows)
+    tasks = load(tmp_path, reply_key="says", label_key="right").train
+    assert [(task.chosen, task.rejected, task.answer) for task in tasks] == [
+        ("0", None, None),
+        (None, "1", None),
+        ("2", None, None),
+    ]
+    with pytest.raises(DataError, match="no field 'answer'"):
+        load(tmp_path, reply_key="says", label_key="right", holdout=1)
+
+
+@pytest.mark.parametrize(
+    ("row", "keys", "says"),
+    [
+        ({"good": None}, {}, "line 1, field 'good': None .NoneType. is no reply; tasks.chosen_key names one as text"),
+        ({"bad": ["x"]}, {}, "line 1, field 'bad'"),
+        ({"by": "far"}, {}, "line 1, field 'by': 'far' .str. is no margin; it must be a number"),
+        ({"by": True}, {}, "is no margin"),
+        ({}, {"margin_key": "much"}, "no field 'much' among .* set tasks.margin_key"),
+        ({}, {"rejected_key": "worse"}, "no field 'worse' among .* set tasks.rejected_key"),
+    ],
+)
+def test_a_bad_preference_is_named(tmp_path: Path, row: dict[str, object], keys: dict[str, str], says: str) -> None:
+    write_lines(tmp_path / "rows.jsonl", [PAIR | row])
+    with pytest.raises(DataError, match=says):
+        load(tmp_path, **({"chosen_key": "good", "rejected_key": "bad", "margin_key": "by"} | keys))
+    write_lines(tmp_path / "rows.jsonl", [PAIR | {"right": 1}])
+    with pytest.raises(DataError, match=r"field 'right': 1 .int. is no label; it must be true or false"):
+        load(tmp_path, reply_key="good", label_key="right")
+
+
+@pytest.mark.parametrize(
+    ("keys", "says"),
+    [
+        ({"chosen_key": "a"}, "chosen_key and rejected_key go together"),
+        ({"label_key": "a"}, "reply_key and label_key go together"),
+        ({"chosen_key": "a", "rejected_key": "b", "reply_key": "c", "label_key": "d"}, "not all"),
+        ({"margin_key": "a"}, "give chosen_key and rejected_key too"),
+    ],
+)
+def test_keys_of_preferences_that_are_not_whole_are_refused(keys: dict[str, str], says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        TasksConfig.model_validate({"source": "jsonl", "path": "rows.jsonl"} | keys)

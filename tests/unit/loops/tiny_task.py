@@ -23,6 +23,19 @@ def sums(largest: int = 9) -> list[dict[str, str]]:
     return [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a in range(largest + 1) for b in range(largest + 1)]
 
 
+def pairs(largest: int = 9) -> list[dict[str, str]]:
+    """Sums with two replies: the better one is even digits alone."""
+    return [row | {"chosen": "24", "rejected": "357"} for row in sums(largest)]
+
+
+def labelled(largest: int = 9) -> list[dict[str, object]]:
+    """Sums with one reply each, and whether it is good."""
+    return [
+        {"prompt": row["prompt"], "reply": "357" if number % 3 else "24", "good": number % 3 == 0}
+        for number, row in enumerate(sums(largest))
+    ]
+
+
 def even_digits(task: Task, reply: str) -> float:
     """A reward that an untrained model meets by chance: the fraction of even digits."""
     digits = [letter for letter in reply if letter.isdigit()]

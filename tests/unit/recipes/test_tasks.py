@@ -60,6 +60,17 @@ def test_scratch_problems_fit_their_tokenizer() -> None:
         tokenizer.encode("a")
 
 
+@pytest.mark.parametrize("recipe", ["dpo.yaml", "reward_model.yaml"])
+def test_scratch_preferences_are_right_and_wrong_in_one_digit(recipe: str) -> None:
+    config = load_recipe(RECIPES / recipe).tasks
+    rows = load_tasks(config, RECIPES)
+    assert len(rows.held_out) == 500 and len(rows.train) == 9_500
+    for row in (*rows.held_out, *rows.train):
+        assert row.chosen == row.answer and row.rejected is not None and row.chosen is not None
+        assert len(row.rejected) == len(row.chosen)
+        assert sum(a != b for a, b in zip(row.chosen, row.rejected, strict=True)) == 1
+
+
 def test_scratch_score() -> None:
     score = load_object("scratch_task.py:score", RECIPES)
     task = Task(id="t", messages=[], answer="64", source="", meta={})
