@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForImageTextToText
 
 from strop.config.model import Kernels, ModelConfig
 from strop.errors import ConfigError, EngineError
@@ -164,6 +167,21 @@ def test_recipes_may_name_these_models(family: str):
     fresh = {name: value for name, value in FAMILIES[family].items() if name != "vocab_size"}
     config = ModelConfig(fresh={**fresh, "model_type": family}, kernels=Kernels.TORCH)
     assert load_model(config, vocab_size=96, seed=0).cache_shape.states is not None
+
+
+@pytest.mark.parametrize("family", ["qwen3_5", "qwen3_5_moe"])
+def test_of_a_model_that_sees_the_text_part_is_loaded(family: str, tmp_path: Path):
+    """Qwen3.5 comes as one folder with a vision part."""
+    vision = {"depth": 1, "hidden_size": 16, "num_heads": 2, "intermediate_size": 16, "out_hidden_size": 32}
+    config = AutoConfig.for_model(family, text_config=FAMILIES[f"{family}_text"], vision_config=vision)
+    whole = AutoModelForImageTextToText.from_config(config)
+    whole.save_pretrained(tmp_path)
+    model = load_model(ModelConfig(path=str(tmp_path), kernels=Kernels.TORCH), vocab_size=0, seed=0)
+    assert model.config.model_type == f"{family}_text"
+    assert model.max_length == 128
+    state = dict(model.state())
+    for name, weight in whole.get_submodule("model.language_model").state_dict().items():
+        assert torch.equal(state[f"model.{name}"], weight), name
 
 
 def test_a_clone_has_layers_of_its_own():
