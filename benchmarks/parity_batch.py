@@ -15,6 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from strop.algos.distill_losses import Distillation, DistillInputs
 from strop.algos.losses import PolicyInputs, PolicyLoss
 from strop.algos.weighting import Weighting, token_weights
 from strop.types import Layout, Outputs
@@ -23,6 +24,8 @@ Floats = NDArray[np.float64]
 Bools = NDArray[np.bool_]
 Number = Floats | float
 ROWS, COLUMNS, GROUP = 12, 9, 4
+PAIRS = ROWS // 2  # the first half of the replies is chosen, the other rejected
+WORDS, CANDIDATES = 7, 3  # of distillation: the vocabulary, and the teacher's likeliest
 SIZES = (4, 4, 3, 1)  # of verl's groups; TRL's are of four
 SINGLE = ROWS - 1  # the reply that is alone in its group
 EMPTY = 5  # the reply of which nothing is trained
@@ -141,6 +144,12 @@ def draw(seed: int) -> Drawn:
         "new_values": values + normal(0.4),
         "returns": normal(1.0),
         "square_sums": probability**2 + rng.random((ROWS, COLUMNS)) * (1 - probability) ** 2,
+        "student_logits": normal(1.0, ROWS, COLUMNS, WORDS),
+        "teacher_logits": normal(1.0, ROWS, COLUMNS, WORDS),
+        "other_logprobs": -10.0 + normal(1.0, ROWS),  # of replies to other prompts, and under the reference
+        "other_reference": -10.5 + normal(1.0, ROWS),
+        "scores": normal(1.0, ROWS),
+        "margins": rng.uniform(0.1, 1.0, PAIRS),
     }
     return Drawn(
         mask=plain & ~tools,
@@ -200,13 +209,31 @@ class Step:
 
 def differentiated(at: Floats, loss: Callable[[Tensor], Tensor], mask_T: Tensor, weights_N: Floats) -> Case:
     """The weighted sum of a loss over the trained tokens, and its gradient."""
-    at_T = torch.from_numpy(at.reshape(-1)).clone().requires_grad_()
+    at_T = torch.from_numpy(at.reshape(ROWS * COLUMNS, *at.shape[2:])).clone().requires_grad_()
     weights_T = torch.from_numpy(np.repeat(weights_N, COLUMNS))
     total = (torch.where(mask_T, loss(at_T), 0.0) * torch.where(mask_T, weights_T, 0.0)).sum()
     total.backward()
     assert at_T.grad is not None
-    return Case(value=float(total.detach()), gradient=at_T.grad.numpy().reshape(ROWS, COLUMNS))
+    return Case(value=float(total.detach()), gradient=at_T.grad.numpy().reshape(at.shape))
 
 
 def pair(b: Drawn, first: str, second: str) -> tuple[Tensor, Tensor]:
     return torch.from_numpy(b.columns[first].reshape(-1)), torch.from_numpy(b.columns[second].reshape(-1))
+
+
+def distillation(b: Drawn, loss: Distillation, candidates: int) -> Case:
+    """One teacher's `candidates` likeliest tokens, the token mean, and the gradient by the student's logits."""
+    teacher = torch.from_numpy(b.columns["teacher_logits"]).log_softmax(-1).view(ROWS * COLUMNS, WORDS)
+    teacher_TK, ids_TK = teacher.topk(candidates, dim=-1)
+    mask_T = torch.from_numpy(b.mask.reshape(-1))
+    inputs = DistillInputs(
+        behavior_logprobs_T=torch.zeros(len(mask_T), dtype=torch.float64),
+        teacher_logprobs_TK=teacher_TK,
+        teacher_weights_TM=torch.ones(len(mask_T), 1, dtype=torch.float64),
+    )
+
+    def of(logits_TV: Tensor) -> Tensor:
+        return loss.of(logits_TV.log_softmax(-1).gather(-1, ids_TK), inputs, mask_T)[0]
+
+    weights_N = token_weights(Weighting.TOKEN_MEAN, b.counts, horizon=None)
+    return differentiated(b.columns["student_logits"], of, mask_T, weights_N)

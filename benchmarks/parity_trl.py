@@ -2,18 +2,47 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import torch
 from torch import Tensor
 
-from benchmarks.parity_batch import COLUMNS, GROUP, ROWS, Case, Drawn, Floats, Step, differentiated, pair
+from benchmarks.parity_batch import (
+    COLUMNS,
+    EMPTY,
+    GROUP,
+    PAIRS,
+    ROWS,
+    WORDS,
+    Case,
+    Drawn,
+    Floats,
+    Step,
+    differentiated,
+    distillation,
+    pair,
+)
 from strop.algos import advantages
 from strop.algos.correction import Level, Outside, importance_weights, off_policy_accepted
+from strop.algos.distill_losses import Distillation, Divergence, Tail
 from strop.algos.filters import overlong_penalty
 from strop.algos.losses import CISPO, SAPO, ClippedSurrogate, PolicyGradient, PolicyLoss
-from strop.algos.preference_losses import DPO, IPO, Hinge, PairInputs, PreferenceLoss, RobustDPO
+from strop.algos.preference_losses import (
+    DPO,
+    IPO,
+    KTO,
+    ORPO,
+    BradleyTerry,
+    Hinge,
+    PairInputs,
+    PreferenceLoss,
+    RobustDPO,
+    SimPO,
+    kto_baseline,
+)
 from strop.algos.selection import top_entropy
-from strop.algos.sequence_losses import GSPO
+from strop.algos.sequence_losses import GMPO, GSPO
 from strop.algos.weighting import Weighting
 from strop.types import Layout, Outputs
 
@@ -54,6 +83,7 @@ def _losses(b: Drawn) -> dict[str, Case]:
         "off_policy_mask_threshold": times(kept_T).run(ppo),
         "top_entropy_quantile": _with_top_entropy(b, times(torch.from_numpy(certain_T)).run(ppo), rows, ppo),
         "RLOO loss": _rloo(b, rows),
+        "GMPO (experimental)": _gmpo(step.run(GMPO(clip_low=0.2, clip_high=0.28), mean), b),
     }
 
 
@@ -74,6 +104,16 @@ def _rloo(b: Drawn, rows: Floats) -> Case:
     return ours.explained(
         "TRL clips the whole reply's ratio and counts empty replies: at a ratio of 1 the gradient is REINFORCE's",
         -float(b.columns["row_advantages"].mean()),
+        live * ours.gradient,
+    )
+
+
+def _gmpo(ours: Case, b: Drawn) -> Case:
+    assert ours.gradient is not None
+    live = (ROWS - 1) / ROWS
+    return ours.explained(
+        "TRL's mean counts replies of which nothing is trained, each as a ratio of 1",
+        live * float(ours.value) - float(b.columns["row_advantages"][EMPTY]) / ROWS,
         live * ours.gradient,
     )
 
@@ -121,34 +161,70 @@ def _ratios(b: Drawn) -> dict[str, Case]:
     return cases
 
 
-def _preferences(b: Drawn) -> dict[str, Case]:
-    pairs = ROWS // 2
-    mask_T = torch.from_numpy(b.pair_mask.reshape(-1))
-    inputs = PairInputs(
-        pair_T=torch.arange(pairs).repeat(2).repeat_interleave(COLUMNS),
-        chosen_T=(torch.arange(ROWS) < pairs).repeat_interleave(COLUMNS),
+def _pair_inputs(b: Drawn, pair_T: Tensor) -> PairInputs:
+    return PairInputs(
+        pair_T=pair_T,
+        chosen_T=(torch.arange(ROWS) < PAIRS).repeat_interleave(COLUMNS),
         reference_logprobs_T=torch.from_numpy(b.columns["reference"].reshape(-1)),
     )
-    tokens = b.pair_mask.sum(axis=1)
-    weights_N = 1.0 / (
-        pairs * np.tile(tokens[:pairs] + tokens[pairs:], 2)
-    )  # a pair's tokens share one part of the mean
 
-    def run(loss: PreferenceLoss) -> Case:
+
+def _preferences(b: Drawn) -> dict[str, Case]:
+    mask_T = torch.from_numpy(b.pair_mask.reshape(-1))
+    pairs = _pair_inputs(b, torch.arange(PAIRS).repeat(2).repeat_interleave(COLUMNS))
+    texts = _pair_inputs(b, torch.arange(ROWS).repeat_interleave(COLUMNS))
+    tokens = b.pair_mask.sum(axis=1)
+    of_pair = 1.0 / (PAIRS * np.tile(tokens[:PAIRS] + tokens[PAIRS:], 2))  # a pair's tokens share one part of the mean
+
+    def run(loss: PreferenceLoss | KTO, inputs: PairInputs = pairs, weights_N: Floats = of_pair) -> Case:
         def of(logprobs_T: Tensor) -> Tensor:
             return loss(Outputs(logprobs_T=logprobs_T), inputs, Layout((COLUMNS,) * ROWS), mask_T)[0]
 
         return differentiated(b.columns["logprobs"], of, mask_T, weights_N)
 
+    baseline = kto_baseline(float((b.columns["other_logprobs"] - b.columns["other_reference"]).sum()), ROWS)
+    kto = KTO(beta=0.3, baseline=baseline, desirable=1.5, undesirable=0.7)
+    more, less = run(ORPO(beta=0.6)), run(ORPO(beta=0.3))
+    assert more.gradient is not None and less.gradient is not None
+    term = Case(value=float(more.value) - float(less.value), gradient=more.gradient - less.gradient)
     return {
         "DPO sigmoid": run(DPO(beta=0.3)),
         "DPO hinge": run(Hinge(beta=0.3)),
         "DPO ipo": run(IPO(beta=0.3, per_token=True)).noted("per_token=True"),
         "DPO robust": run(RobustDPO(beta=0.3, label_smoothing=0.1)),
         "DPO sigmoid_norm": run(DPO(beta=0.3, per_token=True)).noted("per_token=True"),
+        "KTO": run(kto, texts, 1.0 / (ROWS * tokens)),
+        "SimPO (experimental)": run(SimPO(beta=2.0, target_margin=0.5)).noted("simpo_gamma is target_margin"),
+        "ORPO (experimental)": term.noted("the odds-ratio term; TRL's likelihood term is a mean over tokens"),
+        "reward model": _reward_model(b, pairs),
     }
+
+
+def _reward_model(b: Drawn, pairs: PairInputs) -> Case:
+    """A score for each text, at its first token."""
+    last_T = (torch.arange(COLUMNS) == 0).repeat(ROWS)
+    margin_T = torch.from_numpy(np.tile(b.columns["margins"], 2)).repeat_interleave(COLUMNS)
+    inputs = replace(pairs, margin_T=margin_T)
+
+    def of(scores_N: Tensor) -> Tensor:
+        outputs = Outputs(logprobs_T=torch.zeros_like(margin_T), values_T=scores_N.repeat_interleave(COLUMNS))
+        return BradleyTerry(center=0.1)(outputs, inputs, Layout((COLUMNS,) * ROWS), last_T)[0]
+
+    scores_N = torch.from_numpy(b.columns["scores"]).clone().requires_grad_()
+    total = torch.where(last_T, of(scores_N), 0.0).sum() / ROWS
+    total.backward()
+    assert scores_N.grad is not None
+    return Case(value=float(total.detach()), gradient=scores_N.grad.numpy())
 
 
 def _rest(b: Drawn) -> dict[str, Case]:
     penalty = overlong_penalty(b.counts, max_length=COLUMNS, buffer=4)
-    return {"soft overlong punishment": Case(value=penalty)}
+    cases = {"soft overlong punishment": Case(value=penalty)}
+    for name, divergence, beta in (
+        ("beta 0", Divergence.FORWARD_KL, 0.5),
+        ("beta 1", Divergence.REVERSE_KL, 0.5),
+        ("beta 0.3", Divergence.JENSEN_SHANNON, 0.3),
+    ):
+        whole = Distillation(divergence=divergence, tail=Tail.DROPPED, beta=beta)
+        cases[f"distillation {name}"] = distillation(b, whole, WORDS)
+    return cases

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from benchmarks.parity_batch import (
+    CANDIDATES,
     COLUMNS,
     ROWS,
     SINGLE,
@@ -18,12 +19,14 @@ from benchmarks.parity_batch import (
     Floats,
     Step,
     differentiated,
+    distillation,
     grouped,
     pair,
     ungrouped,
 )
 from strop.algos import advantages, token_advantages
 from strop.algos.correction import Divergence, Level, Outside, accepted, importance_weights
+from strop.algos.distill_losses import Distillation, Tail
 from strop.algos.kl import Coefficient, Estimator, estimate, penalised_rewards
 from strop.algos.losses import (
     CISPO,
@@ -249,6 +252,8 @@ def _rest(b: Drawn) -> dict[str, Case]:
         led = led.after(measured, 128)
         values.append(led.value)
     cases["AdaptiveKLController"] = Case(value=np.array(values))
+    taught = distillation(b, Distillation(tail=Tail.DROPPED), CANDIDATES)
+    cases["distillation forward_kl_topk"] = taught.noted("tail=DROPPED; verl's log_prob_min_clamp is left out")
     return cases
 
 

@@ -22,8 +22,12 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 import torch
 from accelerate import Accelerator
 from torch import Tensor
-from trl import DPOTrainer, GRPOTrainer, RLOOTrainer  # pyright: ignore[reportMissingImports]
+from trl import DPOTrainer, GRPOTrainer, KTOTrainer, RewardTrainer, RLOOTrainer  # pyright: ignore[reportMissingImports]
+from trl.experimental.cpo import CPOTrainer  # pyright: ignore[reportMissingImports]
+from trl.experimental.gmpo import GMPOTrainer  # pyright: ignore[reportMissingImports]
+from trl.experimental.orpo import ORPOTrainer  # pyright: ignore[reportMissingImports]
 from trl.rewards import get_soft_overlong_punishment  # pyright: ignore[reportMissingImports]
+from trl.trainer import distillation_trainer  # pyright: ignore[reportMissingImports]
 
 Result = dict[str, Any]
 GROUP = 4
@@ -100,8 +104,8 @@ def trainer(**changes: Any) -> SimpleNamespace:
     return made
 
 
-def grpo_loss(b: dict[str, Any], **changes: Any) -> Result:
-    """GRPOTrainer's loss of the whole batch, as one micro-batch of one optimizer step."""
+def grpo_loss(b: dict[str, Any], trainer_class: Any = GRPOTrainer, **changes: Any) -> Result:
+    """The trainer's loss of the whole batch, as one micro-batch of one optimizer step."""
     made = trainer(**changes)
     rows, columns = b["mask"].shape
     inputs = {
@@ -119,7 +123,7 @@ def grpo_loss(b: dict[str, Any], **changes: Any) -> Result:
 
     def loss(logprobs: Tensor) -> Tensor:
         made._get_per_token_logps_and_entropies = lambda *given, **named: (logprobs, b["entropy"], None)
-        return GRPOTrainer._compute_loss(made, made.model, inputs)
+        return trainer_class._compute_loss(made, made.model, inputs)
 
     return differentiated(b["logprobs"], loss)
 
@@ -136,6 +140,7 @@ def losses(b: dict[str, Any]) -> dict[str, Result]:
     results["entropy_coef"] = grpo_loss(b, _entropy_bonus_enabled=True, entropy_coef=0.2)
     results["off_policy_mask_threshold"] = grpo_loss(b, off_policy_mask_threshold=0.05)
     results["top_entropy_quantile"] = grpo_loss(b, top_entropy_quantile=0.25)
+    results["GMPO (experimental)"] = grpo_loss(b, GMPOTrainer)
     return results
 
 
@@ -205,51 +210,108 @@ def rloo_loss(b: dict[str, Any]) -> dict[str, Result]:
     return {"RLOO loss": differentiated(b["logprobs"], loss)}
 
 
+class Given(torch.nn.Module):
+    """A model whose logprobs are given; `others` are sums over replies to other prompts, which KTO asks for."""
+
+    def __init__(self, logprobs: Tensor, mask: Tensor, others: Tensor) -> None:
+        super().__init__()
+        self.logprobs, self.mask, self.others = logprobs, mask, others
+
+    def forward(self, **given: Any) -> SimpleNamespace:
+        zeros = torch.zeros_like(self.mask)
+        return SimpleNamespace(
+            log_probs=self.logprobs * self.mask, entropy=zeros, mean_logits=zeros, is_top1=zeros.bool()
+        )
+
+
 def preference_losses(b: dict[str, Any]) -> dict[str, Result]:
-    """DPOTrainer's losses of six pairs: the first six rows are chosen, the others rejected."""
-    rows, columns = b["pair_mask"].shape
+    """Losses of six pairs: the first six rows are chosen, the others rejected."""
+    mask = b["pair_mask"]
+    rows, columns = mask.shape
+    inputs = {
+        "input_ids": torch.zeros(rows, columns + 1, dtype=torch.long),
+        "attention_mask": torch.ones(rows, columns + 1),
+        "completion_mask": torch.cat([torch.zeros(rows, 1), mask], dim=1),
+    }
 
-    class Model(torch.nn.Module):
-        def __init__(self, logprobs: Tensor) -> None:
-            super().__init__()
-            self.logprobs = logprobs
-
-        def forward(self, **given: Any) -> SimpleNamespace:
-            zeros = torch.zeros(rows, columns)
-            return SimpleNamespace(
-                log_probs=self.logprobs * b["pair_mask"], entropy=zeros, mean_logits=zeros, is_top1=zeros.bool()
-            )
-
-    def run(kind: str, beta: float) -> Result:
+    def run(trainer_class: Any, **changes: Any) -> Result:
         made = trainer(
-            beta=beta,
             f_divergence_type="reverse_kl",
             label_smoothing=0.1,
             ld_alpha=None,
-            loss_types=[kind],
             loss_weights=[1.0],
             precompute_ref_logps=False,
-            ref_model=Model(b["reference"]),
+            ref_model=Given(b["reference"], mask, b["other_reference"]),
             use_weighting=False,
             _total_train_tokens=0,
             _tp_size=1,
+            **changes,
         )
-        inputs = {
-            "input_ids": torch.zeros(rows, columns + 1, dtype=torch.long),
-            "attention_mask": torch.ones(rows, columns + 1),
-            "completion_mask": torch.cat([torch.zeros(rows, 1), b["pair_mask"]], dim=1),
-        }
-        return differentiated(
-            b["logprobs"], lambda logprobs: DPOTrainer._compute_loss(made, Model(logprobs), inputs, False)
-        )
+        made._compute_kl_logps = lambda model, batch: model.others
+        labels = {"label": torch.arange(rows) < rows // 2} if trainer_class is KTOTrainer else {}
 
-    return {f"DPO {kind}": run(kind, 0.3) for kind in ("sigmoid", "hinge", "ipo", "robust", "sigmoid_norm")}
+        def loss(logprobs: Tensor) -> Tensor:
+            model = Given(logprobs, mask, b["other_logprobs"])
+            return trainer_class._compute_loss(made, model, inputs | labels, False)
+
+        return differentiated(b["logprobs"], loss)
+
+    def of_means(method: Callable[..., Any], sign: float, **changes: Any) -> Result:
+        """A method of the mean logprobs of chosen and rejected texts; `sign` makes what it returns a loss."""
+        made = trainer(alpha=0.0, label_smoothing=0.0, **changes)
+
+        def loss(logprobs: Tensor) -> Tensor:
+            means = (logprobs * mask).sum(1) / mask.sum(1)
+            return sign * method(made, *means.chunk(2))[0].mean()
+
+        return differentiated(b["logprobs"], loss)
+
+    results = {
+        f"DPO {kind}": run(DPOTrainer, beta=0.3, loss_types=[kind])
+        for kind in ("sigmoid", "hinge", "ipo", "robust", "sigmoid_norm")
+    }
+    results["KTO"] = run(
+        KTOTrainer, beta=0.3, loss_type="kto", calculate_KL=True, desirable_weight=1.5, undesirable_weight=0.7
+    )
+    results["SimPO (experimental)"] = of_means(CPOTrainer.cpo_loss, 1.0, beta=2.0, loss_type="simpo", simpo_gamma=0.5)
+    results["ORPO (experimental)"] = of_means(ORPOTrainer.odds_ratio_loss, -1.0, beta=0.3)
+    results["reward model"] = reward_model(b)
+    return results
+
+
+def reward_model(b: dict[str, Any]) -> Result:
+    made = trainer(center_rewards_coefficient=0.1, _total_train_tokens=0, _tp_size=1)
+    made.args.center_rewards_coefficient = 0.1
+
+    def loss(scores: Tensor) -> Tensor:
+        inputs = {"margin": b["margins"], "attention_mask": torch.ones(1)}
+        return RewardTrainer.compute_loss(made, lambda **given: SimpleNamespace(logits=scores[:, None]), inputs)
+
+    return differentiated(b["scores"], loss)
+
+
+def distillation(b: dict[str, Any]) -> dict[str, Result]:
+    """Heads that change nothing, so that hidden states are logits."""
+    words = torch.eye(b["student_logits"].shape[-1], dtype=torch.float64)
+    results: dict[str, Result] = {}
+    for beta in (0, 1, 0.3):
+
+        def loss(logits: Tensor, beta: float = beta) -> Tensor:
+            return distillation_trainer._chunked_divergence_loss(
+                logits, b["teacher_logits"], words, words, b["mask"], float(beta)
+            )[0]
+
+        results[f"distillation beta {beta}"] = differentiated(b["student_logits"], loss)
+    return results
 
 
 def rest(b: dict[str, Any]) -> dict[str, Result]:
     penalty = get_soft_overlong_punishment(max_completion_len=9, soft_punish_cache=4)
     lengths = b["mask"].sum(1).int().tolist()
-    return {"soft overlong punishment": {"value": penalty(completion_ids=[[0] * n for n in lengths])}}
+    return {
+        "soft overlong punishment": {"value": penalty(completion_ids=[[0] * n for n in lengths])},
+        **distillation(b),
+    }
 
 
 def main() -> None:

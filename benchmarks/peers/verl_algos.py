@@ -10,12 +10,16 @@ import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import torch
 from omegaconf import OmegaConf  # pyright: ignore[reportMissingImports]
 from torch import Tensor
+from verl.trainer.distillation.fsdp.losses import (  # pyright: ignore[reportMissingImports]
+    compute_forward_kl_topk,
+)
 from verl.trainer.ppo import core_algos, rollout_corr_helper  # pyright: ignore[reportMissingImports]
 from verl.workers.config import ActorConfig  # pyright: ignore[reportMissingImports]
 
@@ -151,7 +155,27 @@ def rest(b: dict[str, Any]) -> dict[str, Result]:
         led.update(kl, 128)
         values.append(led.value)
     results["AdaptiveKLController"] = {"value": values}
+    results["distillation forward_kl_topk"] = distillation(b)
     return results
+
+
+def distillation(b: dict[str, Any]) -> Result:
+    """The teacher's three likeliest tokens; the mean over trained tokens."""
+    logprobs, ids = b["teacher_logits"].log_softmax(-1).flatten(0, 1).topk(3, dim=-1)
+    settings = SimpleNamespace(log_prob_min_clamp=None, use_chunked_topk=False)
+
+    def loss(logits: Tensor) -> Tensor:
+        divergence = compute_forward_kl_topk(
+            logits.flatten(0, 1).unsqueeze(0),
+            torch.nested.nested_tensor([logprobs], layout=torch.jagged),
+            torch.nested.nested_tensor([ids], layout=torch.jagged),
+            SimpleNamespace(distillation_loss=settings),
+            "thd",
+        )
+        divergence = divergence[0] if isinstance(divergence, tuple) else divergence["distillation_losses"]
+        return core_algos.agg_loss(divergence.view(b["mask"].shape), b["mask"], "token-mean")
+
+    return differentiated(b["student_logits"], loss)
 
 
 def corrections(b: dict[str, Any]) -> dict[str, Result]:
