@@ -275,7 +275,7 @@ def test_temperatures_of_a_gate() -> None:
 
 def test_a_column_of_the_wrong_shape_is_called_by_its_name() -> None:
     right, wrong = doubles(-1.0, -1.0), doubles(-1.0)
-    names = [field.name for field in dataclasses.fields(PolicyInputs)]
+    names = [field.name for field in dataclasses.fields(PolicyInputs) if field.name.endswith("_T")]
     assert len(names) == 6
     for name in names:
         inputs = replace(PolicyInputs(behavior_logprobs_T=right, advantages_T=right), **{name: wrong})
