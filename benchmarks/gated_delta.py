@@ -1,8 +1,8 @@
 """Linear attention by the gated delta rule, on one thread: python -m benchmarks.gated_delta
 
 float32, CPU seconds of this process, the best of several rounds in which the forms take turns; results are compared in
-the same run. `rule` is the rule alone, at the heads of Qwen3.5-0.8B (16 of 128 channels) or Qwen3-Next (twice as many
-value heads as keys), fewer of them; `layer` a whole layer with its projections and its convolution.
+the same run. `rule` is the rule alone, named by its key heads, value heads and channels (Qwen3-Next has twice as many
+value heads as key heads); `layer` a whole layer of Qwen3.5 with its projections and its convolution.
 
 First the packed chunked form beside the definition, token by token (which keeps a gigabyte for its backward pass, and
 has one round there). Then beside transformers' own eager form, which

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 
 import numpy as np
@@ -10,7 +11,11 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForImageTextToText
 
+from strop.algos.losses import CrossEntropy
 from strop.config.model import Kernels, ModelConfig
+from strop.config.recipe import EngineConfig
+from strop.data.packing import Batch
+from strop.engines.fsdp2.engine import Fsdp2Engine
 from strop.errors import ConfigError, EngineError
 from strop.models import linear_attention
 from strop.models.attention import PackedAttention
@@ -136,6 +141,30 @@ def test_a_neighbours_tokens_change_no_bit(family: str):
     assert torch.equal(results[0].pop("hidden")[20:], results[1].pop("hidden")[20:])
     for name in results[0].keys() - {"model.embed_tokens.weight"}:
         assert torch.equal(results[0][name], results[1][name]), name
+
+
+@pytest.mark.parametrize("activations", [{"checkpoint_every": 1}, {"offload": True, "offload_min_kib": 0}])
+def test_memory_options_change_no_bit_of_the_gradient(activations: dict[str, object]):
+    """Layers computed again, and what they keep moved away and back, through the hooked forward."""
+    layout = Layout((9, 20, 4), (-1, 0, 0))
+    targets_T = TOKENS[:33].roll(-1)
+    batch = Batch(
+        tokens_T=TOKENS[:33],
+        targets_T=targets_T,
+        mask_T=torch.arange(33) >= 9,
+        weights_T=torch.linspace(0.5, 1.5, 33),
+        layout=layout,
+        inputs=None,
+    )
+    grads: list[dict[str, Tensor | None]] = []
+    for options in ({}, activations):
+        model = tiny_model("qwen3_5_text")
+        engine = Fsdp2Engine(model, EngineConfig.model_validate({"activations": options}))
+        asyncio.run(engine.forward_backward([batch], CrossEntropy()))
+        grads.append({name: p.grad for name, p in model.module.named_parameters()})
+    for name, grad in grads[0].items():
+        other = grads[1][name]
+        assert grad is not None and other is not None and torch.equal(grad, other), name
 
 
 @pytest.mark.parametrize("family", LINEAR_MODELS)
