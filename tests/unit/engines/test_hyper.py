@@ -154,7 +154,11 @@ def test_every_mistake_is_named_at_once() -> None:
 
 def test_a_key_that_only_one_of_two_optimizers_has_must_be_scoped() -> None:
     """Never half applied: AdamW's groups do not get what Muon's cannot."""
-    for key, value, owner, other in (("betas", (0.5, 0.5), "adamw", "muon"), ("momentum", 0.5, "muon", "adamw")):
+    cases: list[tuple[str, Any, str, str]] = [
+        ("betas", (0.5, 0.5), "adamw", "muon"),
+        ("momentum", 0.5, "muon", "adamw"),
+    ]
+    for key, value, owner, other in cases:
         (sentence,) = problems(standing(MUON), OptimParams(**{"lr": 1.0, key: value}))
         assert sentence.startswith(f"{key}: {owner} has it and {other} has not") and f"{owner!r}: Overrides" in sentence
         scoped = standing(MUON).resolve(OptimParams(lr=1.0, scoped={owner: Overrides(**{key: value})}))

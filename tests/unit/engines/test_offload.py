@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,12 +15,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from strop.engines.fsdp2.host import Copier, DirectCopier, HostBuffers, Transfer
 from strop.engines.fsdp2.offload import Offloader
 from strop.errors import EngineError
 
+autograd: Any = torch._C.__dict__["_autograd"]
 CPU = torch.device("cpu")
 WIDTH = 16
 
@@ -62,7 +65,7 @@ class LateCopier:
         weak, nbytes = StorageWeakRef(source.untyped_storage()), source.nbytes
 
         def copy() -> None:
-            storage = torch.UntypedStorage._new_with_weak_ptr(weak.cdata)
+            storage: Any = torch.UntypedStorage._new_with_weak_ptr(weak.cdata)
             there = None if storage is None else torch.empty(0, dtype=torch.uint8).set_(storage)
             buffer[:nbytes] = 0x7F if there is None else there  # memory given up too early holds anything
 
@@ -201,8 +204,12 @@ def test_a_graph_can_be_walked_twice_and_differentiated_twice(copier: Copier) ->
     assert same(*results)
 
 
+def no_hooks_left() -> bool:
+    return autograd._top_saved_tensors_default_hooks(True) is None
+
+
 @contextmanager
-def nothing() -> Iterator[None]:
+def nothing() -> Generator[None]:
     yield
 
 
@@ -239,12 +246,12 @@ def test_the_device_holds_two_blocks_at_the_most_however_many_there_are() -> Non
     assert peak(12, offload=True, retain=True) == peak(4, offload=True, retain=True) < peak(4, offload=False)
 
 
-class StorageCount(torch.utils._python_dispatch.TorchDispatchMode):
+class StorageCount(TorchDispatchMode):
     """Live bytes of float storages made by any operation, and their peak."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.held: dict[int, tuple[object, int]] = {}
+        self.held: dict[int, tuple[StorageWeakRef, int]] = {}
         self.peak = 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # pyright: ignore
@@ -292,7 +299,7 @@ def test_an_exception_in_a_block_leaves_nothing(copier: Copier) -> None:
     def fail(module: nn.Module, inputs: object, output: object) -> None:
         raise RuntimeError("in the block")
 
-    handle = model.blocks[2].out.register_forward_hook(fail)
+    handle = model.get_submodule("blocks.2.out").register_forward_hook(fail)
     with made.attached():
         with pytest.raises(RuntimeError, match="in the block"):
             learn(model, data())
@@ -302,7 +309,7 @@ def test_an_exception_in_a_block_leaves_nothing(copier: Copier) -> None:
         handle.remove()
         assert same(learn(model, data()), expected)
     assert not any(block._forward_hooks or block._forward_pre_hooks for block in model.blocks)
-    assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
+    assert no_hooks_left()
 
 
 def test_an_exception_outside_the_blocks_and_an_interrupt_leave_nothing(copier: Copier) -> None:
@@ -312,17 +319,15 @@ def test_an_exception_outside_the_blocks_and_an_interrupt_leave_nothing(copier: 
     def interrupted(module: nn.Module, inputs: object, output: object) -> None:
         raise KeyboardInterrupt
 
-    handle = model.blocks[1].out.register_forward_hook(interrupted)
+    handle = model.get_submodule("blocks.1.out").register_forward_hook(interrupted)
     with pytest.raises(KeyboardInterrupt), made.attached():
         learn(model, data())
     handle.remove()
     gc.collect()
-    assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
+    assert no_hooks_left()
     assert buffers_of(made).in_use == 0
     with pytest.raises(ZeroDivisionError), made.attached():
-        loss = model(data())
-        raise ZeroDivisionError(loss.shape)
-    del loss
+        raise ZeroDivisionError(model(data()).shape)
     gc.collect()
     assert buffers_of(made).in_use == 0
 
@@ -455,9 +460,19 @@ def test_under_checkpointing_only_inputs_wait_on_the_host(copier: Copier, every:
 def test_a_module_inside_a_checkpointed_one(copier: Copier) -> None:
     model = net()
     expected = learn(model, data())
-    inner = Offloader([b.out for b in model.blocks], HostBuffers(0, pinned=False), copier, device=CPU, min_bytes=0)
+    inner = Offloader(
+        [model.get_submodule(f"blocks.{n}.out") for n in range(4)],
+        HostBuffers(0, pinned=False),
+        copier,
+        device=CPU,
+        min_bytes=0,
+    )
     nested = Offloader(
-        [m for b in model.blocks for m in (b, b.out)], HostBuffers(0, pinned=False), copier, device=CPU, min_bytes=0
+        [m for n in range(4) for m in (model.blocks[n], model.get_submodule(f"blocks.{n}.out"))],
+        HostBuffers(0, pinned=False),
+        copier,
+        device=CPU,
+        min_bytes=0,
     )
     with nested.attached():
         assert same(learn(model, data()), expected)
