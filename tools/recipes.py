@@ -67,6 +67,7 @@ RUNS = (
         over=("distill.teachers=[{model: {path: {out}/scratch/export}}]",),
         needs=("scratch",),
     ),
+    Short(name="ppo", recipe="ppo.yaml", stage="ppo", margin=0.25),
     Short(name="best_of_n", recipe="best_of_n.yaml", stage="best_of_n", margin=0.3),
     *map(variant, sorted((ROOT / "recipes" / "variants").glob("*.yaml"))),
 )

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from enum import StrEnum
 from pathlib import Path
+from typing import cast
 
 import torch
 from safetensors import safe_open
@@ -35,12 +36,12 @@ class ValueHead(StrEnum):
 
 def make_value_model(module: PreTrainedModel, head: nn.Linear | None = None) -> None:
     """Turn a causal language model into a value model, in place. A head left out is fresh: zeros, without a bias."""
-    width = module.get_input_embeddings().weight.shape[-1]
+    embedding = cast("nn.Embedding", module.get_input_embeddings())
+    output = cast("nn.Linear", module.get_output_embeddings())
     if head is None:
-        head = nn.Linear(width, 1, bias=False)
+        head = nn.Linear(embedding.weight.shape[-1], 1, bias=False)
         nn.init.zeros_(head.weight)
-    output = module.get_output_embeddings()
-    output.weight = module.get_input_embeddings().weight
+    output.weight = embedding.weight
     module.config.tie_word_embeddings = True
     module.config.num_labels = 1
     module.add_module(VALUE_HEAD, head.to(device=output.weight.device, dtype=output.weight.dtype))

@@ -51,6 +51,11 @@ HEALTH = (
         {"preference/chosen_reward": "chosen", "preference/rejected_reward": "rejected"},
     ),
     Chart("KL from the start", "estimate per token, in nats", {"kl/reference": "KL"}),
+    Chart(
+        "What the critic knows",
+        "part of the variance of returns that its values explain; 1 is all, 0 no more than their mean",
+        {"value/explained_variance": "explained"},
+    ),
     Chart("KL from the sampling policy", "estimate per token, in nats", {"policy/kl_k3": "KL"}),
     Chart(
         "Reply length",
