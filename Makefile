@@ -12,11 +12,12 @@ PIP = $(BIN)/python -m pip install --quiet --disable-pip-version-check
 RUN_FOLDER = runs/$(basename $(notdir $(RECIPE)))-$(shell date +%Y%m%d-%H%M%S)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check check-style check-imports check-budgets check-pages check-types bench parity mutants recipes docs clean
+.PHONY: help demo test ranks check check-style check-imports check-budgets check-pages check-types bench parity mutants recipes docs clean
 
 help:
 	@echo "make demo    install, train a small model on this machine (RECIPE=recipes/quickstart.yaml), show before and after"
 	@echo "make test    install, run the fast tests"
+	@echo "make ranks   install, run the engine's whole suite over several processes (a quarter of an hour)"
 	@echo "make check   install, run ruff, pyright, import-linter, the budgets, and compare generated pages"
 	@echo "make mutants install, break the algorithms in thousands of small ways, print what no test noticed (minutes)"
 	@echo "make recipes install, train every short recipe, check that each learned, write docs/results.md (an hour)"
@@ -29,6 +30,9 @@ demo: $(VENV)/.installed
 
 test: $(VENV)/.installed-dev
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
+
+ranks: $(VENV)/.installed-dev
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/ranks -n $(WORKERS) --dist loadfile
 
 check: check-style check-imports check-budgets check-pages check-types  # `make -k check` shows all that is wrong
 

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from strop.algos.losses import CrossEntropy, masked_mean
+from strop.config.adapter import AdapterConfig
 from strop.config.recipe import EngineConfig
 from strop.data.packing import Batch
 from strop.engines.base import Engine, OptimParams, SkipReason
@@ -474,7 +475,7 @@ def test_what_a_backend_cannot_do_is_an_error(factory: Factory) -> None:
     engine = factory("qwen3", torch.float32, DEFAULT)
     if not engine.capabilities.lora:
         with pytest.raises(StropError, match="adapter"):
-            engine.adapter("a")
+            engine.adapter("a", AdapterConfig(rank=2))
     if not engine.capabilities.value_head:
         with pytest.raises(StropError, match="values"):
             asyncio.run(engine.forward([pack(sequences())], Want(values=True)))

@@ -6,7 +6,7 @@ rows is differentiated while their logits are there; any other loss, and any oth
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -58,7 +58,8 @@ class Scorer:
     def score(self, hidden_TD: Tensor, batch: Batch[Any], want: Want, entropy: Entropy) -> Outputs:
         """Outputs with a graph behind them. `entropy` says how it is computed if it is wanted."""
         rows_N = wanted_rows(batch, want)
-        if self.every_weight and not len(rows_N):
+        nothing = not len(rows_N) and self.every_weight
+        if nothing:
             rows_N = torch.zeros(1, dtype=torch.int64, device=batch.targets_T.device)
         scored = score_targets(
             hidden_TD[rows_N],
@@ -73,7 +74,8 @@ class Scorer:
             rows=self.config.head_rows,
             weight_grad_VD=self._weight_grad(),
         )
-        return outputs_of(scored, rows_N, len(batch.targets_T))
+        outputs = outputs_of(scored, rows_N, len(batch.targets_T))
+        return _emptied(outputs) if nothing else outputs
 
     def learn(
         self, hidden_TD: Tensor, batch: Batch[InputsT], want: Want, loss: Loss[InputsT]
@@ -119,6 +121,15 @@ class Scorer:
         """
         streams = self.config.head not in (HeadImpl.PLAIN, HeadImpl.LIGER)
         return self.model.head.weight.grad if streams and torch.is_grad_enabled() else None
+
+
+def _emptied(outputs: Outputs) -> Outputs:
+    """Zeros in every place, behind which the graph is still there: what flows back through it is zero too."""
+    columns = {field.name: getattr(outputs, field.name) for field in fields(outputs)}
+    tensors = {name: column for name, column in columns.items() if isinstance(column, Tensor)}
+    return replace(
+        outputs, **{name: torch.where(torch.zeros_like(c, dtype=torch.bool), c, 0) for name, c in tensors.items()}
+    )
 
 
 def wanted_rows(batch: Batch[Any], want: Want) -> Tensor:

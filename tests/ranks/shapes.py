@@ -1,0 +1,29 @@
+"""Engines over ranks for the conformance suites, and their end."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+
+from strop.config.parallel import ParallelConfig
+from strop.config.recipe import EngineConfig
+from strop.engines.base import Engine
+from strop.runtime.processes import ProcessRanks
+from strop.runtime.remote_engine import RemoteEngine
+from tests.conformance.rank_engines import tiny_rank
+
+SHAPES = {
+    "data2": ParallelConfig(data=2),
+    "sequence2": ParallelConfig(sequence=2),
+    "data2-sequence2": ParallelConfig(data=2, sequence=2),
+    "replicas2-data2": ParallelConfig(replicas=2, data=2),
+}
+
+
+def over(parallel: ParallelConfig, family: str, dtype: torch.dtype, config: EngineConfig) -> RemoteEngine:
+    """An engine over processes of this machine."""
+    config = config.model_copy(update={"parallel": parallel})
+    make: Callable[[], Engine] = partial(tiny_rank, family, dtype, config)
+    return RemoteEngine(ProcessRanks([make] * parallel.ranks, timeout_s=120), parallel)
