@@ -223,7 +223,7 @@ def memory(
         activations=on_device * b / MIB,
         offloaded=buffers + min(buffers, recipe.engine.activations.offload_idle_mib),
         logits=max(_trainer_logits(shape, recipe, tokens), recipe.sampler.max_running * shape.vocabulary * 12) / MIB,
-        sampler=trained * b / MIB,
+        sampler=trained * _sampler_bytes(recipe) / MIB,
         cache=_cache(shape, recipe) / MIB,
         reference=trained * b / MIB if reference else 0.0,
         teachers=teachers,
@@ -231,9 +231,14 @@ def memory(
     )
 
 
+def _sampler_bytes(recipe: Recipe) -> int:
+    """Of one number in the sampler's model."""
+    return BYTES[recipe.model.dtype if recipe.sampler.dtype == "model" else recipe.sampler.dtype]
+
+
 def _cache(shape: Shape, recipe: Recipe) -> int:
     """Bytes of keys and values, and of states."""
-    b, linear = BYTES[recipe.model.dtype], shape.linear
+    b, linear = _sampler_bytes(recipe), shape.linear
     tokens = -(-recipe.sampler.cache_tokens // PAGE) * PAGE
     pages = tokens * 2 * (shape.layers - (linear.layers if linear else 0)) * shape.kv_heads * shape.channels * b
     if linear is None:

@@ -103,6 +103,9 @@ def build_parts(recipe: Recipe, base: Path) -> Parts:
     adapter = recipe.engine.adapter if recipe.engine.adapter.rank else None
     if adapter is None:
         own = model.clone() if head is None else model
+        if recipe.sampler.dtype not in ("model", recipe.model.dtype):
+            coarse = recipe.model.model_copy(update={"dtype": recipe.sampler.dtype})
+            own = load_model(coarse, vocab_size=len(tokenizer), seed=recipe.seed)
         sampler = build_sampler(recipe.sampler, own, decode_with(tokenizer))
         frozen, engine = None, build_engine(recipe.engine, model)
     else:  # nobody changes the model itself, so trainer, sampler and reference share it

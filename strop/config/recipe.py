@@ -146,6 +146,9 @@ class SamplerConfig(Section):
 
     kind: Literal["builtin"] = "builtin"
     """Which sampler draws: `builtin` batches continuously over the trainer's own model code, in this process."""
+    dtype: Literal["model", "float32", "bfloat16"] = "model"
+    """The number format that it draws in; `model` is the trainer's. A coarser one draws from a slightly other policy:
+    see max_gap, and a loop's ratio_to, correction and router_replay."""
     max_running: Positive = 256
     """Requests decoded together."""
     cache_tokens: Positive = 65_536
@@ -277,6 +280,11 @@ class Recipe(Section):
     def conflicts(self) -> list[str]:
         """What the loops ask of each other and of the tasks, and do not get: a sentence each."""
         problems: list[str] = []
+        if self.engine.adapter.rank and self.sampler.dtype not in ("model", self.model.dtype):
+            problems.append(
+                f"sampler.dtype is {self.sampler.dtype}, but under engine.adapter the sampler draws with the trainer's "
+                "own model: set it to model"
+            )
         if self.reward_model is not None and len(self.loops()) > 1:
             problems.append(
                 "reward_model makes a model that gives scores and no text, so it is the only loop of its recipe: take "

@@ -28,5 +28,10 @@ def build_sampler(
 
         served = add_adapter(model, "sampled", adapter)
     return BuiltinSampler(
-        model, max_running=config.max_running, cache_tokens=config.cache_tokens, decode=decode, adapter=served
+        model,
+        max_running=config.max_running,
+        cache_tokens=config.cache_tokens,
+        decode=decode,
+        adapter=served,
+        casts=config.dtype != "model",
     )

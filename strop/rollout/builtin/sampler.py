@@ -11,7 +11,7 @@ A step is a plain function, and between two steps the event loop runs everybody 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING
 
@@ -59,8 +59,10 @@ class BuiltinSampler:
         decode: Callable[[list[int]], str] | None = None,
         prefill_tokens: int = 2048,
         adapter: Adapter | None = None,
+        casts: bool = False,
     ) -> None:
         self._model = model
+        self._casts = casts
         self._adapter = adapter
         self._decode = decode
         self._version = 0
@@ -119,11 +121,18 @@ class BuiltinSampler:
 
     async def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
         if self._adapter is None:
-            self._model.load_state(weights)
+            self._model.load_state(self._cast(weights) if self._casts else weights)
         else:
             self._adapter.load(dict(weights))
         self._version = version
         self._scheduler.interrupt_all()
+
+    def _cast(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        """Floating-point weights in the model's own format; the other checks are the model's."""
+        dtypes = {name: tensor.dtype for name, tensor in self._model.state()}
+        for name, tensor in weights:
+            own = dtypes.get(name, tensor.dtype)
+            yield name, tensor.to(own) if tensor.is_floating_point() and own.is_floating_point else tensor
 
     async def sleep(self) -> None:
         if self._scheduler.busy:
