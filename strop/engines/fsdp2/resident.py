@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, UntypedStorage
+from torch.distributed.tensor import DTensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +26,7 @@ class Away:
     def move(cls, tensors: Iterable[Tensor], device: torch.device) -> Away:
         """Take everything on `device` that these tensors look at. Nothing is emptied before everything is copied."""
         by_storage: dict[int, list[Tensor]] = {}
-        for tensor in tensors:
+        for tensor in map(_local, tensors):
             if tensor.device == device:
                 by_storage.setdefault(tensor.untyped_storage()._cdata, []).append(tensor)
         storages = [_resizable(sharing) for sharing in by_storage.values()]
@@ -43,6 +44,11 @@ class Away:
             _bytes_of(storage).copy_(buffer, non_blocking=True)
         if self.held and self.held[0][0].device.type == "cuda":
             torch.cuda.synchronize(self.held[0][0].device)  # the buffers go now
+
+
+def _local(tensor: Tensor) -> Tensor:
+    """This rank's shard of a sharded tensor; it is the memory that its engine works on."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _resizable(sharing: list[Tensor]) -> UntypedStorage:

@@ -6,6 +6,7 @@ import asyncio
 import gc
 import weakref
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -102,3 +103,26 @@ def test_optimizer_state_of_another_model_is_refused() -> None:
     other = build_optimizers(parameter_groups(tiny_model("qwen3"), EngineConfig(optimizer="muon")))
     with pytest.raises(EngineError, match="muon/hidden"):
         made.load_state({}, other.standing.state())
+
+
+def test_a_parameter_that_never_had_a_gradient_is_no_obstacle(tmp_path: Path) -> None:
+    """D09: it has no moments to save; after a load it starts from none, and everything else goes on."""
+
+    def made() -> Fsdp2Engine:
+        model = tiny_model("qwen3")
+        model.module.register_parameter("unused", torch.nn.Parameter(torch.ones(3, 3)))
+        return Fsdp2Engine(model, EngineConfig())
+
+    def learn(engine: Fsdp2Engine) -> None:
+        asyncio.run(engine.forward_backward([batch()], Likelihood()))
+        asyncio.run(engine.optim_step(OptimParams(lr=1e-2, weight_decay=0.1)))
+
+    one, other = made(), made()
+    learn(one)
+    asyncio.run(one.save(tmp_path))
+    asyncio.run(other.load(tmp_path))
+    for engine in (one, other):
+        learn(engine)
+    assert other._optimizers is not None and not any(key.startswith("unused|") for key, _ in other._optimizers.state())
+    weights, expected = dict(other.weights()), dict(one.weights())
+    assert all(torch.equal(weights[name], expected[name]) for name in expected) and weights["unused"].eq(1.0).all()

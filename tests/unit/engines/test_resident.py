@@ -7,8 +7,10 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from safetensors.torch import load_file, save_file
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
 
 from strop.config.recipe import EngineConfig
 from strop.engines.base import OptimParams
@@ -74,3 +76,26 @@ def test_a_tensor_on_another_device_stays_there() -> None:
     away = Away.move([torch.empty(0), torch.empty(3, device="meta")], CPU)
     away.back()
     assert [storage.device for storage, _ in away.held] == [CPU]
+
+
+def test_shards_go_and_come_back(tmp_path: Path) -> None:
+    """FSDP2 keeps each shard as a view of memory of its own: that memory goes too, and training continues."""
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/rendezvous", rank=0, world_size=1)
+    try:
+        ends: list[list[Tensor]] = []
+        for away in (False, True):
+            torch.manual_seed(0)
+            model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+            for part in (*model, model):
+                fully_shard(part)
+            for _ in range(2):
+                model(torch.ones(3, 8)).sum().backward()
+                tensors = [t for p in model.parameters() for t in (p, p.grad) if t is not None]
+                if away:
+                    moved = Away.move(tensors, CPU)
+                    assert held([t.to_local() for t in tensors]) == 0  # pyright: ignore
+                    moved.back()
+            ends.append([p.grad.full_tensor() for p in model.parameters()])  # pyright: ignore
+        assert all(torch.equal(a, b) for a, b in zip(*ends, strict=True)) and any(bool(t.any()) for t in ends[0])
+    finally:
+        dist.destroy_process_group()
