@@ -8,8 +8,8 @@ from benchmarks.peers.head_problem import Policy, Problem, by_autograd, measure
 
 
 def trl(problem: Problem) -> Policy:
-    from trl.kernels.chunked_logprob import ChunkedLogProbFunction
-    from trl.trainer.utils import _CHUNKED_LOGPROB_CHUNK_SIZE as chunk
+    from trl.kernels.chunked_logprob import ChunkedLogProbFunction  # pyright: ignore[reportMissingImports]
+    from trl.trainer.utils import _CHUNKED_LOGPROB_CHUNK_SIZE as chunk  # pyright: ignore[reportMissingImports]
 
     p = problem
     logprobs, entropy, *_ = ChunkedLogProbFunction.apply(
@@ -20,14 +20,14 @@ def trl(problem: Problem) -> Policy:
 
 def verl(problem: Problem) -> Policy:
     """What it does without fused kernels."""
-    from verl.utils.torch_functional import entropy_from_logits, logprobs_from_logits
+    from verl.utils.torch_functional import entropy_from_logits, logprobs_from_logits  # pyright: ignore[reportMissingImports]
 
     logits = problem.hidden @ problem.weight.t()
     return logprobs_from_logits(logits, problem.targets), entropy_from_logits(logits)
 
 
 def verl_fused(problem: Problem) -> Policy:
-    from verl.utils.experimental.torch_functional import FusedLinearForPPO
+    from verl.utils.experimental.torch_functional import FusedLinearForPPO  # pyright: ignore[reportMissingImports]
 
     return FusedLinearForPPO()(problem.hidden, problem.weight, problem.targets)
 

@@ -223,10 +223,9 @@ class _Question:
     def answer(self, seen: Summary) -> Scored:
         """Rows back to their places; ignored ones hold 0."""
         ask = self.ask
-        entropy_N = seen.entropy_N.detach() if ask.entropy is Entropy.VALUE else seen.entropy_N
         return Scored(
             logprobs_N=self._spread(seen.picked_NJ[:, 0]),
-            entropy_N=None if ask.entropy is Entropy.NONE else self._spread(entropy_N),
+            entropy_N=None if ask.entropy is Entropy.NONE else self._spread(seen.entropy_N),
             ids_logprobs_NK=self._spread(seen.picked_NJ[:, 1:]) if self.has_ids else None,
             square_sums_N=self._spread(seen.square_sums_N) if ask.square_sums else None,
             top_k_ids_NK=self._spread(seen.top_ids_NK) if ask.top_k else None,

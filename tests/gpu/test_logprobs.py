@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -32,7 +33,7 @@ def test_values_and_gradients_are_those_of_float64(form: str, dtype: torch.dtype
     made = replace(made, weight=made.weight * 0.1)
     exact = on_gpu(made, torch.float64)
     (a, _), (b, _) = run(form, made, rows=64, square_sums=True), run("plain", exact, square_sums=True)
-    close = {"rtol": 0, "atol": TOLERANCE[dtype]}
+    close: dict[str, Any] = {"rtol": 0, "atol": TOLERANCE[dtype]}
     assert torch.allclose(a.logprobs_N.double(), b.logprobs_N, **close)
     assert a.entropy_N is not None and b.entropy_N is not None
     assert torch.allclose(a.entropy_N.double(), b.entropy_N, **close)

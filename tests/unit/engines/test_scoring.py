@@ -139,7 +139,7 @@ def test_a_second_batch_adds_to_the_gradient_in_place(monkeypatch: pytest.Monkey
 
 def losses_of_rows() -> list[PolicyLoss]:
     """Every policy loss that says its tokens stand alone."""
-    bounds: dict[str, dict[str, float]] = {
+    bounds: dict[str, dict[str, Any]] = {
         "ClippedSurrogate": {"clip_low": 0.2, "clip_high": 0.2},
         "ClipCov": {"clip_low": 0.2, "clip_high": 0.2},
         "CISPO": {"ratio_max": 2.0},

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -58,7 +59,7 @@ def test_values_are_the_definitions(form: str, of: Case) -> None:
     logprobs = expected(of)
     p = np.exp(logprobs)
     every = np.arange(len(logprobs))
-    close = {"rtol": 0, "atol": 1e-12}
+    close: dict[str, Any] = {"rtol": 0, "atol": 1e-12}
     assert scored.entropy_N is not None and scored.square_sums_N is not None
     assert np.allclose(scored.logprobs_N.detach(), logprobs[every, of.targets], **close)
     assert np.allclose(scored.entropy_N.detach(), -(p * logprobs).sum(-1), **close)
@@ -108,7 +109,7 @@ def test_gradients_of_one_output_alone(form: str) -> None:
         found = []
         for kind in ("plain", form):
             live = case(full=True).live()
-            asked = {"temperature_N": live.temperature, "ids_NK": live.ids, "entropy": Entropy.GRADIENT}
+            asked: dict[str, Any] = {"temperature_N": live.temperature, "ids_NK": live.ids, "entropy": Entropy.GRADIENT}
             if kind == "learned":
                 continue
             scored = score_targets(live.hidden, live.head(), live.targets, impl=HeadImpl(kind), rows=ROWS, **asked)
