@@ -16,11 +16,19 @@ class ParallelConfig(Section):
     """Ranks that share the tokens of one batch, and exchange tokens for heads in attention (Ulysses, arXiv
     2309.14509)."""
 
+    tensor: Positive = 1
+    """Ranks that share the heads of attention and the inner channels of dense feed-forward parts."""
+
     @property
     def ranks(self) -> int:
-        return self.data * self.replicas * self.sequence
+        return self.lanes * self.lane
 
     @property
     def lanes(self) -> int:
         """Ranks that work on different batches."""
         return self.data * self.replicas
+
+    @property
+    def lane(self) -> int:
+        """Ranks that work on one batch together."""
+        return self.sequence * self.tensor

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
@@ -30,6 +30,7 @@ from strop.models.fuse import fuse
 from strop.models.gguf import CONVERTER_VERSION, convert_gguf
 from strop.models.heads import ValueHead, load_value_head, make_value_model, refuse_missing, value_head_of
 from strop.models.package import fetch_package
+from strop.models.shards import share_of
 from strop.ops.select import Impl, resolve
 from strop.types import Layout
 
@@ -154,7 +155,7 @@ class LanguageModel:
         if wrong:
             raise EngineError(f"these weights do not fit {type(self.module).__name__}: {'; '.join(sorted(wrong)[:5])}")
         for name, tensor in own.items():
-            tensor.copy_(_laid_out_as(tensor, given[name]))
+            tensor.copy_(share_of(given[name], tensor) if isinstance(tensor, DTensor) else given[name])
 
     def clone(self) -> LanguageModel:
         """A copy that shares nothing and takes no gradients."""
@@ -163,13 +164,6 @@ class LanguageModel:
 
     def num_parameters(self) -> int:
         return sum(tensor.numel() for _, tensor in self.state())
-
-
-def _laid_out_as(own: Tensor, whole: Tensor) -> Tensor:
-    """A whole tensor as this rank keeps it: the shard of it that `own` has, where it has one."""
-    if not isinstance(own, DTensor):
-        return whole
-    return distribute_tensor(whole.to(own.device), own.device_mesh, own.placements, src_data_rank=None)
 
 
 def base_name(name: str) -> str | None:

@@ -28,6 +28,11 @@ def chosen(patterns: Sequence[str], names: Sequence[str], key: str) -> list[str]
     return [name for name in names if name in matched]
 
 
+def matches(pattern: str, name: str) -> bool:
+    """Whether one pattern means this name."""
+    return _matches(pattern.split("."), name.split("."))
+
+
 def _matches(pattern: list[str], name: list[str]) -> bool:
     if not pattern or not name:
         return pattern in ([], ["**"]) and not name

@@ -8,6 +8,7 @@ Messages between parent and children go through pipes that nobody else can open;
 from __future__ import annotations
 
 import asyncio
+import logging
 import multiprocessing
 import signal
 import tempfile
@@ -128,6 +129,8 @@ def _child(
 ) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides, and stops its children
     torch.set_num_threads(threads)
+    # Weights that two kinds of ranks cut are gathered in two exchanges, rarely: torch need not say so each time.
+    logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
     dist.init_process_group(backend, store=FileStore(str(store), size), rank=rank, world_size=size)
     try:
         engine = make()

@@ -99,11 +99,11 @@ class RemoteEngine:
 
     def _of_each_rank(self, lanes: list[list[Batch[InputsT]]]) -> list[list[Batch[InputsT]]]:
         """Ranks are counted replica by replica, shard by shard, the ranks of one lane together."""
-        return [lane for lane in lanes for _ in range(self._parallel.sequence)]
+        return [lane for lane in lanes for _ in range(self._parallel.lane)]
 
     def _firsts(self) -> range:
         """One rank of each lane."""
-        return range(0, self._ranks.size, self._parallel.sequence)
+        return range(0, self._ranks.size, self._parallel.lane)
 
     def _collect(self, of_lanes: list[list[Outputs]], count: int) -> list[Outputs]:
         lanes = len(of_lanes)

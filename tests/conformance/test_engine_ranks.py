@@ -18,7 +18,7 @@ from strop.config.recipe import EngineConfig
 from strop.data.dummy import dummy_of
 from strop.engines.base import OptimParams
 from strop.engines.build import build_engine
-from strop.errors import EngineError
+from strop.errors import ConfigError, EngineError
 from strop.runtime.processes import ProcessRanks
 from strop.runtime.ranks import RankError
 from strop.runtime.remote_engine import RemoteEngine
@@ -48,6 +48,9 @@ def engines() -> Iterator[list[RemoteEngine]]:
         ("sequence2", "qwen3_5_text"),
         ("replicas2-data2", "qwen3_moe"),
         ("sequence2", "gpt_oss"),
+        ("tensor2", "qwen3"),
+        ("data2-tensor2", "qwen3_5_text"),
+        ("tensor2", "qwen3_moe"),
     ],
 )
 def test_gradients_are_those_of_one_rank(shape: str, family: str, engines: list[RemoteEngine]) -> None:
@@ -60,13 +63,14 @@ def test_gradients_are_those_of_one_rank(shape: str, family: str, engines: list[
     assert_close(expected, found, TOLERANCE[torch.float64])
 
 
+@pytest.mark.parametrize("shape", ["data2", "data2-tensor2"])
 def test_steps_norms_and_checkpoints_do_not_know_how_many_ranks_there_are(
-    tmp_path: Path, engines: list[RemoteEngine]
+    shape: str, tmp_path: Path, engines: list[RemoteEngine]
 ) -> None:
-    """Trained over two ranks, saved, gone on with one; and the other way round: the same weights."""
+    """Trained over ranks, saved, gone on with one; and the other way round: the same weights."""
     batches = [pack(sequences(seed=seed)) for seed in range(4)]
     one = build_engine(DEFAULT, tiny_model("qwen3", torch.float64))
-    two = over(SHAPES["data2"], "qwen3", torch.float64, DEFAULT)
+    two = over(SHAPES[shape], "qwen3", torch.float64, DEFAULT)
     engines.append(two)
 
     async def train(engine: RemoteEngine, number: int) -> float:
@@ -158,6 +162,11 @@ def test_a_rank_that_hangs_is_named_within_bounded_time() -> None:
     for pid in stopped:
         with pytest.raises(ProcessLookupError):
             os.kill(pid, 0)
+
+
+def test_a_model_without_a_plan_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"engine\.parallel\.tensor is 2, but GptOssForCausalLM has no plan"):
+        over(SHAPES["tensor2"], "gpt_oss", torch.float32, DEFAULT)
 
 
 def broken() -> None:

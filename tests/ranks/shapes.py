@@ -18,6 +18,8 @@ SHAPES = {
     "data2": ParallelConfig(data=2),
     "sequence2": ParallelConfig(sequence=2),
     "data2-sequence2": ParallelConfig(data=2, sequence=2),
+    "tensor2": ParallelConfig(tensor=2),
+    "data2-tensor2": ParallelConfig(data=2, tensor=2),
     "replicas2-data2": ParallelConfig(replicas=2, data=2),
 }
 

@@ -26,10 +26,11 @@ from strop.engines.fsdp2.optimizer import build_optimizers, parameter_groups
 from strop.engines.fsdp2.resident import Away
 from strop.engines.fsdp2.routing import Routers
 from strop.engines.fsdp2.scoring import Scorer
-from strop.engines.fsdp2.spread import Alone, Place, Spread, full, is_first_rank, on_first_rank
+from strop.engines.fsdp2.spread import Alone, Place, Spread, is_first_rank, on_first_rank
 from strop.errors import CheckpointError, EngineError
 from strop.models.heads import values
 from strop.models.loading import LanguageModel
+from strop.models.shards import full
 from strop.ops.logprobs import Entropy
 from strop.types import Metrics, Outputs, Want, merge_metrics
 
@@ -105,6 +106,7 @@ class Fsdp2Engine:
         self._here("forward_backward")
         with self._optimizers.all_or_nothing(), self._activations.applied(), self._adapted():
             learned = self._learn(batches, loss, want)
+            self._place.add_up()
             self._place.put_away()
             return learned
 

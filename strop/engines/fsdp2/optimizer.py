@@ -16,11 +16,12 @@ from torch import Tensor
 
 from strop.config.recipe import EngineConfig, ParamGroupConfig
 from strop.engines.base import OptimOutcome, OptimParams, SkipReason
-from strop.engines.fsdp2.spread import share_of, total_norm
+from strop.engines.fsdp2.spread import total_norm
 from strop.engines.hyper import Standing
 from strop.errors import ConfigError, EngineError
 from strop.models.loading import LanguageModel
 from strop.models.patterns import chosen
+from strop.models.shards import share_of
 
 
 @dataclass(slots=True)

@@ -17,11 +17,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from strop.config.parallel import ParallelConfig
 from strop.data.packing import Batch
+from strop.engines.fsdp2.tensor_parallel import split_heads
 from strop.engines.fsdp2.ulysses import UlyssesAttention, gather_rows
 from strop.errors import EngineError
 from strop.models.attention import AttentionContext, PackedAttention
@@ -62,6 +63,10 @@ class Place(Protocol):
         """Whether the next backward pass sums gradients over ranks; it does so once for a call, at its last batch."""
         ...
 
+    def add_up(self) -> None:
+        """After a call's last backward pass: what each rank has only a part of the gradient of is summed."""
+        ...
+
     def put_away(self) -> None:
         """Every rank keeps its own shard of the weights alone."""
         ...
@@ -96,6 +101,8 @@ class Alone:
 
     def syncs(self, now: bool) -> None: ...
 
+    def add_up(self) -> None: ...
+
     def put_away(self) -> None: ...
 
     def wait(self) -> None: ...
@@ -114,13 +121,20 @@ class Spread:
         self.ranks = config.ranks
         self._model = model
         device = model.device.type
-        places = init_device_mesh(
-            device, (config.replicas, config.data, config.sequence), mesh_dim_names=("replicas", "data", "sequence")
-        )
+        sizes = (config.replicas, config.data, config.sequence, config.tensor)
+        places = init_device_mesh(device, sizes, mesh_dim_names=("replicas", "data", "sequence", "tensor"))
         self._sequence = places.get_group("sequence") if config.sequence > 1 else None
+        mesh = init_device_mesh(
+            device,
+            (config.replicas, config.data * config.sequence, config.tensor),
+            mesh_dim_names=("replicas", "shards", "tensor"),  # data and sequence ranks both add to a gradient
+        )
+        partial = split_heads(model, mesh["tensor"]) if config.tensor > 1 else []
         root = _Root(model.module)
-        shard(root, _sharding_mesh(device, config))
+        shard(root, mesh["shards"] if config.replicas == 1 else mesh["replicas", "shards"])
         self._root = root
+        self._tensor = mesh.get_group("tensor")
+        self._partial = [model.module.get_parameter(name) for name in partial]
         self._sharded = [part for part in root.modules() if isinstance(part, FSDPModule)]
 
     def run(self, compute: Callable[[], T]) -> T:
@@ -166,6 +180,12 @@ class Spread:
             part.set_requires_gradient_sync(now, recurse=False)
             part.set_is_last_backward(now)
 
+    def add_up(self) -> None:
+        for parameter in self._partial:
+            if parameter.grad is not None:
+                assert isinstance(parameter.grad, DTensor)
+                dist.all_reduce(parameter.grad.to_local(), group=self._tensor)
+
     def put_away(self) -> None:
         for part in self._sharded:
             part.reshard()
@@ -200,14 +220,6 @@ class _Root(nn.Module):
         return compute()
 
 
-def _sharding_mesh(device: str, config: ParallelConfig) -> DeviceMesh:
-    """Weights are sharded over data and sequence ranks alike: gradients of both are summed."""
-    shards = config.data * config.sequence
-    if config.replicas == 1:
-        return init_device_mesh(device, (shards,), mesh_dim_names=("shards",))
-    return init_device_mesh(device, (config.replicas, shards), mesh_dim_names=("replicas", "shards"))
-
-
 def shard(root: nn.Module, mesh: DeviceMesh) -> None:
     """Each layer and the rest by itself: gathered when it is computed, its gradient summed, never averaged."""
     for layer in [child for child in root.modules() if isinstance(child, GradientCheckpointingLayer)]:
@@ -217,13 +229,6 @@ def shard(root: nn.Module, mesh: DeviceMesh) -> None:
         if isinstance(child, FSDPModule):
             child.set_gradient_divide_factor(1.0)
             child.set_force_sum_reduction_for_comms(True)
-
-
-def full(tensor: Tensor) -> Tensor:
-    """A copy of the whole tensor, on every rank. All ranks must ask."""
-    if isinstance(tensor, DTensor):
-        return tensor.full_tensor().detach().clone()
-    return tensor.detach().clone()
 
 
 def on_first_rank(tensor: Tensor) -> Tensor | None:
@@ -236,13 +241,6 @@ def is_first_rank() -> bool:
     return not dist.is_initialized() or dist.get_rank() == 0
 
 
-def share_of(whole: Tensor, own: Tensor) -> Tensor:
-    """What this rank keeps of a whole tensor that every rank has, laid out as `own` is; a copy."""
-    if isinstance(own, DTensor):
-        return distribute_tensor(whole.to(own.device), own.device_mesh, own.placements, src_data_rank=None)
-    return whole.clone()
-
-
 def total_norm(grads: Iterable[Tensor]) -> Tensor:
     """The 2-norm of all gradients together, the same on every rank: a shard's square counts once."""
     grads = list(grads)
@@ -251,7 +249,7 @@ def total_norm(grads: Iterable[Tensor]) -> Tensor:
     squares: dict[tuple[DeviceMesh, tuple[int, ...]], Tensor] = {}
     for grad in grads:
         assert isinstance(grad, DTensor)
-        dims = tuple(i for i, placement in enumerate(grad.placements) if placement.is_shard())
+        dims = tuple(i for i, placement in enumerate(grad.placements) if not placement.is_replicate())
         local = torch.linalg.vector_norm(grad.to_local(), dtype=torch.float64).square()
         key = (grad.device_mesh, dims)
         squares[key] = squares[key] + local if key in squares else local
