@@ -3,7 +3,7 @@
     python tools/recipes.py [NAME ...] [--out FOLDER] [--write] [--list]
 
 Each is one `strop train` of one thread. A run has learned when its last held-out accuracy exceeds its first by the
-margin that stands here; if one has not, or fails, the others still run and the exit code is 1. `--write` puts the table
+margin that stands here; if one has not, or fails, the others still run and the exit code is 1. `--write` puts the rows
 between the markers in docs/results.md. All of them take about half an hour of CPU time.
 """
 
@@ -15,7 +15,6 @@ import os
 import resource
 import subprocess
 import sys
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -82,19 +81,17 @@ class Result:
     after: float | None
     steps: int
     cpu_s: float
-    wall_s: float
     error: str
 
     def row(self) -> str:
         numbers = " | ".join("" if value is None else f"{value:.1%}" for value in (self.before, self.after))
-        spent = f"{self.cpu_s / 60:.1f} | {self.wall_s / 60:.1f}"
         verdict = self.error or "learned"
-        return f"| {self.short.name} | `{self.short.recipe}` | {self.steps} | {numbers} | {spent} | {verdict} |"
+        return f"| {self.short.name} | `{self.short.recipe}` | {self.steps} | {numbers} | {self.cpu_s / 60:.1f} | {verdict} |"
 
 
 HEADER = """\
-| run | recipe | steps | before | after | CPU minutes | minutes | |
-|---|---|---|---|---|---|---|---|"""
+| run | recipe | steps | before | after | CPU minutes | |
+|---|---|---|---|---|---|---|"""
 
 
 def run(short: Short, out: Path) -> Result:
@@ -103,13 +100,13 @@ def run(short: Short, out: Path) -> Result:
     over = [argument.replace("{out}", str(out)) for argument in short.over]
     command = [sys.executable, "-c", "import sys; from strop.cli import main; sys.exit(main())", "train"]
     command += [str(ROOT / "recipes" / short.recipe), *over, f"run.folder={folder}", "run.live=false"]
-    began, used = time.monotonic(), _cpu_of_children()
+    used = _cpu_of_children()
     out.mkdir(parents=True, exist_ok=True)
     with open(folder.with_suffix(".log"), "wb") as log:
         code = subprocess.run(
             command, cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"}, stdout=log, stderr=subprocess.STDOUT
         ).returncode
-    wall_s, cpu_s = time.monotonic() - began, _cpu_of_children() - used
+    cpu_s = _cpu_of_children() - used
     seen = [row for row in _rows(folder / "evaluations.jsonl") if row["stage"] == short.stage]
     before, after = (
         (float(seen[0]["sampled_accuracy"]), float(seen[-1]["sampled_accuracy"])) if len(seen) > 1 else (None, None)
@@ -118,7 +115,7 @@ def run(short: Short, out: Path) -> Result:
     if not error and (before is None or after is None or after - before < short.margin):
         error = f"did not learn: it must gain {short.margin:.0%}"
     steps = int(seen[-1]["step"]) if seen else 0
-    return Result(short=short, before=before, after=after, steps=steps, cpu_s=cpu_s, wall_s=wall_s, error=error)
+    return Result(short=short, before=before, after=after, steps=steps, cpu_s=cpu_s, error=error)
 
 
 def _cpu_of_children() -> float:
@@ -140,11 +137,14 @@ def chosen(names: Sequence[str]) -> list[Short]:
     return [short for short in RUNS if short.name in wanted]
 
 
-def write(table: str) -> None:
-    """Put the table between the markers of the results page."""
-    text = RESULTS.read_text("utf-8")
-    head, rest = text.split(BEGIN)
-    RESULTS.write_text(f"{head}{BEGIN}\n{table}\n{END}{rest.split(END)[1]}", "utf-8")
+def write(results: Sequence[Result]) -> None:
+    """Put these rows between the markers of the results page, in the order of RUNS; other runs keep theirs."""
+    head, rest = RESULTS.read_text("utf-8").split(BEGIN)
+    table, tail = rest.split(END)
+    rows = {line.split("|")[1].strip(): line for line in table.splitlines() if line.startswith("| ")}
+    rows |= {result.short.name: result.row() for result in results}
+    lines = [HEADER, *(rows[short.name] for short in RUNS if short.name in rows)]
+    RESULTS.write_text("\n".join([f"{head}{BEGIN}", *lines, f"{END}{tail}"]), "utf-8")
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -164,7 +164,7 @@ def main(arguments: Sequence[str]) -> int:
         results.append(run(short, options.out.absolute()))
         print(results[-1].row(), flush=True)
     if options.write:
-        write("\n".join([HEADER, *(result.row() for result in results)]))
+        write(results)
     return 1 if any(result.error for result in results) else 0
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 
@@ -14,8 +15,8 @@ FOLDER = recipes.ROOT / "recipes"
 
 
 def test_every_recipe_is_run() -> None:
-    """But the quickstart, which fetches a model, and the reference, which is no run."""
-    files = {path.name for path in FOLDER.glob("*.yaml")} - {"quickstart.yaml", "reference.yaml"}
+    """But the quickstart, which fetches a model, the reference, which is no run, and what is about router replay."""
+    files = {path.name for path in FOLDER.glob("*.yaml")} - {"quickstart.yaml", "reference.yaml", "moe_grpo.yaml"}
     assert {short.recipe for short in recipes.RUNS} == files
     laid_over = {Path(short.over[0]).name for short in recipes.RUNS if short.name.startswith("grpo: ")}
     assert laid_over == {path.name for path in (FOLDER / "variants").glob("*.yaml")}
@@ -73,8 +74,17 @@ def test_the_table_replaces_what_is_between_the_markers(tmp_path: Path, monkeypa
     page = tmp_path / "results.md"
     page.write_text(recipes.RESULTS.read_text())
     monkeypatch.setattr(recipes, "RESULTS", page)
-    recipes.write("| old |")
-    recipes.write("| new |")
+    rows = page.read_text().split(recipes.BEGIN)[1].split(recipes.END)[0].splitlines()[3:]
+    first, second = (short for short in recipes.RUNS if short.name in ("start", "distill"))
+    made = recipes.Result(short=second, before=0.0, after=0.5, steps=3, cpu_s=60.0, error="")
+    recipes.write([made])
+    recipes.write([dataclasses.replace(made, short=first), dataclasses.replace(made, after=0.75)])
     text = page.read_text()
-    assert f"{recipes.BEGIN}\n| new |\n{recipes.END}" in text and "old |" not in text
+    (table,) = [part.split(recipes.END)[0] for part in text.split(recipes.BEGIN)[1:]]
+    shown = table.strip().splitlines()
+    assert "\n".join(shown[:2]) == recipes.HEADER
+    assert "| distill | `distill.yaml` | 3 | 0.0% | 75.0% | 1.0 | learned |" in shown
+    others = [row for row in rows if not row.startswith(("| start |", "| distill |"))]
+    assert [row for row in shown[2:] if not row.startswith(("| start |", "| distill |"))] == others
+    assert shown[2].startswith("| start |"), "in the order of the runs"
     assert text.split(recipes.BEGIN)[0] == (recipes.ROOT / "docs" / "results.md").read_text().split(recipes.BEGIN)[0]
