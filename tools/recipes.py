@@ -85,8 +85,8 @@ class Result:
 
     def row(self) -> str:
         numbers = " | ".join("" if value is None else f"{value:.1%}" for value in (self.before, self.after))
-        verdict = self.error or "learned"
-        return f"| {self.short.name} | `{self.short.recipe}` | {self.steps} | {numbers} | {self.cpu_s / 60:.1f} | {verdict} |"
+        minutes, verdict = f"{self.cpu_s / 60:.1f}", self.error or "learned"
+        return f"| {self.short.name} | `{self.short.recipe}` | {self.steps} | {numbers} | {minutes} | {verdict} |"
 
 
 HEADER = """\
