@@ -10,6 +10,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 from transformers.utils.logging import disable_progress_bar
 
+from strop.config.model import ModelConfig
 from strop.config.recipe import Recipe
 from strop.data.pairs import Fit
 from strop.data.tasks import Task, load_tasks
@@ -85,6 +86,24 @@ def decode_with(tokenizer: PreTrainedTokenizerBase) -> Callable[[list[int]], str
     return decode
 
 
+def new_engine(
+    recipe: Recipe,
+    model: LanguageModel,
+    vocab_size: int,
+    *,
+    trainable: bool = True,
+    config: ModelConfig | None = None,
+    value_head: ValueHead | None = None,
+) -> Engine:
+    """An engine over `model` in this process; or over ranks, which each load what `config` (else the recipe) names."""
+    if recipe.engine.parallel.ranks == 1:
+        return build_engine(recipe.engine, model, trainable=trainable)
+    from strop.runtime.start import RankModel, start_engine
+
+    of = RankModel(model=config or recipe.model, vocab_size=vocab_size, seed=recipe.seed, value_head=value_head)
+    return start_engine(recipe.engine, of, trainable=trainable)
+
+
 def build_parts(recipe: Recipe, base: Path) -> Parts:
     """Load and build everything that a recipe names; files of the user's own code are taken from `base`.
 
@@ -102,12 +121,12 @@ def build_parts(recipe: Recipe, base: Path) -> Parts:
     model = load_model(recipe.model, vocab_size=len(tokenizer), seed=recipe.seed, value_head=head)
     adapter = recipe.engine.adapter if recipe.engine.adapter.rank else None
     if adapter is None:
-        own = model.clone() if head is None else model
+        own = model.clone() if head is None and recipe.engine.parallel.ranks == 1 else model
         if recipe.sampler.dtype not in ("model", recipe.model.dtype):
             coarse = recipe.model.model_copy(update={"dtype": recipe.sampler.dtype})
             own = load_model(coarse, vocab_size=len(tokenizer), seed=recipe.seed)
         sampler = build_sampler(recipe.sampler, own, decode_with(tokenizer))
-        frozen, engine = None, build_engine(recipe.engine, model)
+        frozen, engine = None, new_engine(recipe, model, len(tokenizer), value_head=head)
     else:  # nobody changes the model itself, so trainer, sampler and reference share it
         sampler = build_sampler(recipe.sampler, model, decode_with(tokenizer), adapter)
         frozen = build_engine(recipe.engine, model, trainable=False)

@@ -85,7 +85,8 @@ def export(recipe: Recipe, recipe_path: Path, checkpoint: Path, target: Path) ->
 
 def _export(parts: Parts, folder: Path) -> None:
     """A Hugging Face folder, with the adapter merged in where one was trained, and beside it the adapter alone."""
-    merged = parts.engine.weights() if parts.base is not None else None
+    elsewhere = parts.base is not None or parts.recipe.engine.parallel.ranks > 1
+    merged = parts.engine.weights() if elsewhere else None
     export_model(parts.model, parts.tokenizer, folder, merged)
     if parts.base is not None:
         from strop.models.lora import find_adapter

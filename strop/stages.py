@@ -16,12 +16,11 @@ from strop.config.preferences import DPOConfig, RewardModelConfig
 from strop.critic import build_critic
 from strop.data.stream import TaskStream
 from strop.engines.base import Engine
-from strop.engines.build import build_engine
 from strop.errors import EngineError
 from strop.loops import best_of_n, distill, dpo, grpo, ppo, reward_model, sft
 from strop.models.loading import LanguageModel, load_model
 from strop.models.tokenizer import load_tokenizer, same_tokens
-from strop.parts import Parts
+from strop.parts import Parts, new_engine
 from strop.track.run import Run
 
 
@@ -169,7 +168,7 @@ def _teacher(m: int, config: ModelConfig, parts: Parts) -> Engine:
     """A frozen engine over a model of its own, which speaks of the same tokens."""
     same_tokens(parts.tokenizer, load_tokenizer(config), key=f"distill.teachers.{m}.model")
     model = load_model(config, vocab_size=len(parts.tokenizer), seed=parts.recipe.seed)
-    return build_engine(parts.recipe.engine, model, trainable=False)
+    return new_engine(parts.recipe, model, len(parts.tokenizer), trainable=False, config=config)
 
 
 async def _best_of_n(cfg: BestOfNConfig, parts: Parts, run: Run) -> None:
@@ -192,7 +191,9 @@ async def _best_of_n(cfg: BestOfNConfig, parts: Parts, run: Run) -> None:
 
 def _copy(cfg: LoopConfig, parts: Parts) -> LanguageModel | None:
     """The model as it is now, where a loop needs a reference that nothing else keeps."""
-    return parts.model.clone() if cfg.needs_reference and parts.base is None else None
+    if not cfg.needs_reference or parts.base is not None:
+        return None
+    return parts.model.clone() if parts.recipe.engine.parallel.ranks == 1 else parts.model  # ranks load their own
 
 
 async def _reference(cfg: LoopConfig, start: LanguageModel | None, stage: str, parts: Parts, run: Run) -> Engine | None:
@@ -204,7 +205,7 @@ async def _reference(cfg: LoopConfig, start: LanguageModel | None, stage: str, p
         return None
     begun = run.start_of(stage)
     if start is not None:
-        engine = build_engine(parts.recipe.engine, start, trainable=False)
+        engine = new_engine(parts.recipe, start, len(parts.tokenizer), trainable=False)
     elif parts.base is not None and begun is None:
         return parts.base
     else:

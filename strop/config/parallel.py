@@ -2,7 +2,29 @@
 
 from __future__ import annotations
 
+from typing import Annotated, Literal
+
+from pydantic import Field
+
 from strop.config.section import Positive, Section
+
+AboveZero = Annotated[float, Field(gt=0)]
+AtLeastZero = Annotated[float, Field(ge=0)]
+
+
+class RuntimeConfig(Section):
+    """What starts ranks, where there is more than one, and watches over them."""
+
+    kind: Literal["processes", "ray"] = "processes"
+    """`processes` are children on this machine; `ray` are actors of a Ray cluster, or of one that is started here."""
+    address: str | None = None
+    """The Ray cluster to join, like auto or ray://host:10001; null starts one on this machine."""
+    cpus_per_rank: AboveZero = 1.0
+    """Cores that Ray reserves for a rank."""
+    gpus_per_rank: AtLeastZero = 0.0
+    """GPUs that Ray reserves for a rank."""
+    timeout_s: AboveZero = 1800.0
+    """Stop when a rank has not answered a call for so long."""
 
 
 class ParallelConfig(Section):

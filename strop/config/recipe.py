@@ -17,7 +17,7 @@ from strop.config.adapter import AdapterConfig
 from strop.config.imitation import BestOfNConfig, DistillConfig
 from strop.config.loops import LoopConfig, SFTConfig
 from strop.config.model import ModelConfig
-from strop.config.parallel import ParallelConfig
+from strop.config.parallel import ParallelConfig, RuntimeConfig
 from strop.config.policy import GRPOConfig
 from strop.config.ppo import PPOConfig
 from strop.config.preferences import DPOConfig, RewardModelConfig
@@ -133,6 +133,8 @@ class EngineConfig(Section):
     and the whole vocabulary instead in `fused`."""
     parallel: ParallelConfig = ParallelConfig()
     """The ranks that hold the model together; one rank by default, in this process."""
+    runtime: RuntimeConfig = RuntimeConfig()
+    """What starts those ranks and watches over them."""
     adapter: AdapterConfig = AdapterConfig()
     """A low-rank adapter that is trained instead of the whole model; the model itself then serves as the reference."""
     activations: ActivationsConfig = ActivationsConfig()
@@ -284,6 +286,15 @@ class Recipe(Section):
             problems.append(
                 f"sampler.dtype is {self.sampler.dtype}, but under engine.adapter the sampler draws with the trainer's "
                 "own model: set it to model"
+            )
+        ranks = self.engine.parallel.ranks
+        if ranks > 1 and self.engine.adapter.rank:
+            problems.append(
+                f"engine.parallel means {ranks} ranks, which train the whole model: set engine.adapter.rank to 0"
+            )
+        if ranks > 1 and self.ppo is not None:
+            problems.append(
+                f"engine.parallel means {ranks} ranks, over which ppo's critic is not spread yet: set it to 1 rank"
             )
         if self.reward_model is not None and len(self.loops()) > 1:
             problems.append(

@@ -59,7 +59,7 @@ class Fsdp2Engine:
         base: Fsdp2Engine | None = None,
     ) -> None:
         self.model = model
-        spread = config.parallel.ranks > 1
+        spread = config.parallel.ranks > 1 and model.device.type != "meta"  # a plan looks at a model without weights
         if spread and adapter is None:
             model.module.requires_grad_(trainable)
         self._place: Place = Spread(model, config.parallel) if spread else Alone(model)

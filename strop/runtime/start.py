@@ -1,0 +1,44 @@
+"""An engine over new ranks: each loads the model by itself, and they keep their shards of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+
+from strop.config.model import ModelConfig
+from strop.config.recipe import EngineConfig
+from strop.engines.base import Engine
+from strop.engines.build import build_engine
+from strop.models.heads import ValueHead
+from strop.models.loading import load_model
+from strop.runtime.processes import ProcessRanks
+from strop.runtime.ranks import Ranks
+from strop.runtime.remote_engine import RemoteEngine
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankModel:
+    """What a rank needs to know to load the model of an engine."""
+
+    model: ModelConfig
+    vocab_size: int
+    seed: int
+    value_head: ValueHead | None = None
+
+
+def rank_engine(config: EngineConfig, of: RankModel, trainable: bool) -> Engine:
+    """This rank's share of the engine; every rank calls this, inside their process group."""
+    model = load_model(of.model, vocab_size=of.vocab_size, seed=of.seed, value_head=of.value_head)
+    return build_engine(config, model, trainable=trainable)
+
+
+def start_engine(config: EngineConfig, of: RankModel, *, trainable: bool = True) -> RemoteEngine:
+    """Start the ranks that `config.parallel` asks for, where `config.runtime` says, and an engine over them."""
+    makes = [partial(rank_engine, config, of, trainable)] * config.parallel.ranks
+    if config.runtime.kind == "ray":
+        from strop.runtime.ray import RayRanks
+
+        ranks: Ranks = RayRanks(makes, config.runtime)
+    else:
+        ranks = ProcessRanks(makes, timeout_s=config.runtime.timeout_s)
+    return RemoteEngine(ranks, config.parallel)
