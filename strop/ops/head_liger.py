@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from strop.ops.head import IGNORED, Ask, Entropy, Head
@@ -29,8 +30,7 @@ def liger(hidden_ND: Tensor, head: Head, picks_NJ: Tensor, temperature_N: Tensor
     if isinstance(temperature_N, Tensor):  # liger takes one for all rows; without bias and cap it may divide the rows
         hidden_ND, temperature_N = hidden_ND / temperature_N[:, None].to(hidden_ND.dtype), None
     if not len(hidden_ND):
-        nothing = (hidden_ND.sum() + head.weight_VD.sum()) * 0.0 + hidden_ND.new_zeros(0).float()
-        nll_N, entropy_N = nothing, nothing
+        nll_N = entropy_N = (hidden_ND.sum() + head.weight_VD.sum()).float().expand(0)  # a graph, for gradients of 0
     else:
         nll_N, entropy_N = Fused.apply(
             hidden_ND.contiguous(),
@@ -41,7 +41,7 @@ def liger(hidden_ND: Tensor, head: Head, picks_NJ: Tensor, temperature_N: Tensor
             1,
             True,
         )
-    zeros_N, none_NK = nll_N.detach() * 0.0, picks_NJ.new_zeros((len(picks_NJ), 0))
+    zeros_N, none_NK = torch.zeros_like(nll_N), picks_NJ.new_zeros((len(picks_NJ), 0))
     return Summary(
         lse_N=zeros_N,
         picked_NJ=-nll_N[:, None],

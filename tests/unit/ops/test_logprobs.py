@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from strop.ops.head_tiles import Logits, Slope
 from strop.ops.logprobs import Entropy, Head, HeadImpl, score_targets
 from tests.unit.ops.head_cases import (
     COLUMNS,
@@ -198,6 +199,25 @@ def test_only_inputs_and_statistics_are_kept_for_the_backward_pass() -> None:
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
         score_targets(of.hidden, of.head(), of.targets, entropy=Entropy.GRADIENT, impl=HeadImpl.CHUNKED)
     assert sorted(kept) == sorted([of.hidden.numel(), of.weight.numel(), 160, 160])
+
+
+def test_no_work_is_done_for_an_output_that_the_loss_leaves_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Tensor | None] = []
+    original = Slope.by_logits
+
+    def watched(self: Slope, logits: Logits, rows: slice, columns: slice, z: Tensor) -> Tensor:
+        seen.append(self.by_entropy_N)
+        return original(self, logits, rows, columns, z)
+
+    monkeypatch.setattr(Slope, "by_logits", watched)
+    of = case().live()
+    scored, _ = run("chunked", of)
+    scored.logprobs_N.sum().backward()
+    assert len(seen) == TILES and seen[0] is None
+    scored, _ = run("chunked", of)
+    assert scored.entropy_N is not None
+    scored.entropy_N.sum().backward()
+    assert len(seen) == 2 * TILES and seen[-1] is not None
 
 
 @pytest.mark.parametrize("form", FORMS)
