@@ -34,7 +34,7 @@ from strop.config.model import Kernels, ModelConfig
 from strop.config.recipe import EngineConfig
 from strop.data.packing import Batch
 from strop.engines.fsdp2.engine import Fsdp2Engine
-from strop.engines.fsdp2.host import HostBuffers
+from strop.engines.fsdp2.host import HostBuffers, storage_key
 from strop.models.loading import load_model
 from strop.types import Layout
 
@@ -62,7 +62,7 @@ class DevicePeak(TorchDispatchMode):
         for tensor in out if isinstance(out, (tuple, list)) else (out,):
             if isinstance(tensor, Tensor):
                 storage = tensor.untyped_storage()
-                self._live[storage._cdata] = (StorageWeakRef(storage), storage.nbytes())
+                self._live[storage_key(storage)] = (StorageWeakRef(storage), storage.nbytes())
         self._live = {key: held for key, held in self._live.items() if not held[0].expired()}
         buffers = 0 if self._host is None else self._host.in_use + self._host.idle
         self.peak = max(self.peak, sum(size for _, size in self._live.values()) - buffers)
@@ -127,7 +127,7 @@ def rate() -> float:
     best = float("inf")
     for _ in range(5):
         start = time.process_time()
-        a @ b
+        torch.mm(a, b)
         best = min(best, time.process_time() - start)
     return 2 * 1024**3 / best
 

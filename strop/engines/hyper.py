@@ -35,7 +35,8 @@ class Resolved:
 
     def applied(self) -> dict[str, Applied]:
         """The same as plain numbers."""
-        return {name: Applied(**(values | {"lr": float(values["lr"])})) for name, values in self.groups.items()}
+        plain: dict[str, Values] = {n: values | {"lr": float(values["lr"])} for n, values in self.groups.items()}
+        return {name: Applied(**values) for name, values in plain.items()}
 
 
 @dataclass(slots=True)
@@ -148,7 +149,7 @@ def _plain(value: Any) -> float | tuple[float, ...]:
     return tuple(float(part) for part in value) if isinstance(value, Sequence) else float(value)
 
 
-def _expected(key: str, value: object) -> str | None:
+def _expected(key: str, value: Any) -> str | None:
     """None when the value will do; otherwise what would."""
     if key == "lr" and isinstance(value, Tensor):
         good = value.numel() == 1 and value.is_floating_point() and 0 <= float(value) < math.inf
@@ -165,4 +166,4 @@ def _expected(key: str, value: object) -> str | None:
 
 
 def _number(value: Any) -> bool:
-    return isinstance(value, Real) and not isinstance(value, bool) and not math.isnan(value)
+    return not isinstance(value, bool) and isinstance(value, Real) and not math.isnan(value)

@@ -50,7 +50,8 @@ class Activations:
         with ExitStack() as stack:
             for block in self._checkpointed:
                 forward = block.forward
-                block.forward = partial(checkpoint, forward, use_reentrant=False)
+                again = partial(checkpoint, forward, use_reentrant=False)
+                block.forward = again  # pyright: ignore[reportAttributeAccessIssue] - a module's own, for now
                 stack.callback(_restore, block, forward)
             if self._offloader is not None:
                 stack.enter_context(self._offloader.attached())
@@ -73,7 +74,7 @@ def _modules(module: nn.Module, patterns: tuple[str, ...], what: str) -> list[nn
     if patterns:
         names = chosen(patterns, list(named), f"engine.activations.{what}_modules")
         return [named[name] for name in names]
-    layers = [part for part in named.values() if isinstance(part, GradientCheckpointingLayer)]
+    layers: list[nn.Module] = [part for part in named.values() if isinstance(part, GradientCheckpointingLayer)]
     if not layers:
         raise ConfigError(
             f"engine.activations: {type(module).__name__} does not say which of its modules are layers; name them in "

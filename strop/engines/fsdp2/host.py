@@ -13,7 +13,7 @@ from threading import RLock
 from typing import Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, UntypedStorage
 
 
 class HostBuffers:
@@ -69,6 +69,11 @@ def _layout(nbytes: int) -> int:
     return -(-nbytes // step) * step
 
 
+def storage_key(storage: UntypedStorage) -> int:
+    """Which storage it is, among those that live: not where it lies, which may change and be used again."""
+    return storage._cdata  # pyright: ignore[reportPrivateUsage] - nothing public tells
+
+
 class Transfer(Protocol):
     """A copy under way."""
 
@@ -115,7 +120,7 @@ class DirectCopier:
 class StreamTransfer:
     """A copy on the side stream; `fetched` is the memory it makes, which belongs to that stream."""
 
-    def __init__(self, event: torch.cuda.Event, fetched: Tensor | None = None) -> None:
+    def __init__(self, event: torch.cuda.Event | torch.Event, fetched: Tensor | None = None) -> None:
         self._event = event
         self._fetched = fetched
 

@@ -22,7 +22,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from strop.engines.fsdp2.host import Copier, HostBuffers, Transfer
+from strop.engines.fsdp2.host import Copier, HostBuffers, Transfer, storage_key
 from strop.errors import EngineError
 
 
@@ -186,10 +186,10 @@ class Offloader:
         if not self._takes(run, tensor):
             return tensor
         storage = tensor.untyped_storage()
-        stash = self._known.get(storage._cdata)
+        stash = self._known.get(storage_key(storage))
         if stash is None or stash.version != tensor._version:
             stash = Stash(tensor, (self._buffers, self._buffers.take(storage.nbytes())), self._copier)
-            self._known[storage._cdata] = stash
+            self._known[storage_key(storage)] = stash
         run.add(stash)
         return Saved(tensor, stash, run)
 
@@ -198,7 +198,7 @@ class Offloader:
         if not plain or tensor.is_conj() or tensor.is_neg() or tensor.device != self._device:
             return False
         storage = tensor.untyped_storage()
-        return storage.nbytes() >= max(self._min_bytes, 1) and storage._cdata not in run.kept
+        return storage.nbytes() >= max(self._min_bytes, 1) and storage_key(storage) not in run.kept
 
     def _unpack(self, saved: Tensor | Saved) -> Tensor:
         if isinstance(saved, Tensor):
@@ -239,4 +239,4 @@ def _bytes_of(storage: UntypedStorage) -> Tensor:
 
 def _storage_key(tensor: Tensor) -> int:
     local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-    return local.untyped_storage()._cdata
+    return storage_key(local.untyped_storage())

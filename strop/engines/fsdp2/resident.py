@@ -15,6 +15,8 @@ import torch
 from torch import Tensor, UntypedStorage
 from torch.distributed.tensor import DTensor
 
+from strop.engines.fsdp2.host import storage_key
+
 
 @dataclass(frozen=True, slots=True)
 class Away:
@@ -28,7 +30,7 @@ class Away:
         by_storage: dict[int, list[Tensor]] = {}
         for tensor in map(_local, tensors):
             if tensor.device == device:
-                by_storage.setdefault(tensor.untyped_storage()._cdata, []).append(tensor)
+                by_storage.setdefault(storage_key(tensor.untyped_storage()), []).append(tensor)
         storages = [_resizable(sharing) for sharing in by_storage.values()]
         held = [(storage, _host_copy(storage)) for storage in storages]
         if device.type == "cuda":

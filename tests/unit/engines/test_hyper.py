@@ -91,7 +91,8 @@ def test_decay_never_reaches_groups_free_of_it_unless_named() -> None:
     ("key", "value"), [("lr", 1), ("eps", 0), ("weight_decay", np.float32(0.5)), ("lr", np.int64(2))]
 )
 def test_whole_numbers_and_numpy_numbers_are_taken_as_floats(key: str, value: Any) -> None:
-    taken = standing().resolve(OptimParams(**({"lr": 1.0} | {key: value}))).groups["adamw/decay"][key]
+    given: dict[str, Any] = {"lr": 1.0, key: value}
+    taken = standing().resolve(OptimParams(**given)).groups["adamw/decay"][key]
     assert taken == float(value) and type(taken) is float
 
 
@@ -130,7 +131,8 @@ NORM = "it must be a number above 0; math.inf turns clipping off"
     ],
 )
 def test_a_wrong_value_is_refused_with_key_value_and_what_is_expected(key: str, value: Any, expected: str) -> None:
-    (sentence,) = problems(standing(), OptimParams(**({"lr": 1.0} | {key: value, "keep": True})))
+    given: dict[str, Any] = {"lr": 1.0, "keep": True, key: value}
+    (sentence,) = problems(standing(), OptimParams(**given))
     assert sentence.startswith(expected)
 
 
@@ -159,7 +161,8 @@ def test_a_key_that_only_one_of_two_optimizers_has_must_be_scoped() -> None:
         ("momentum", 0.5, "muon", "adamw"),
     ]
     for key, value, owner, other in cases:
-        (sentence,) = problems(standing(MUON), OptimParams(**{"lr": 1.0, key: value}))
+        given: dict[str, Any] = {"lr": 1.0, key: value}
+        (sentence,) = problems(standing(MUON), OptimParams(**given))
         assert sentence.startswith(f"{key}: {owner} has it and {other} has not") and f"{owner!r}: Overrides" in sentence
         scoped = standing(MUON).resolve(OptimParams(lr=1.0, scoped={owner: Overrides(**{key: value})}))
         assert set(values(scoped, key).values()) == {value}
