@@ -95,6 +95,6 @@ $(VERL_VENV)/.installed:
 	test -x $(VERL_VENV)/bin/python || $(PYTHON) -m venv $(VERL_VENV)
 	$(VERL_VENV)/bin/python -m pip install --quiet --disable-pip-version-check \
 		torch==2.13.0 transformers==5.23.0 accelerate==1.15.0 tensordict==0.15.3 ray==2.60.0 \
-		hydra-core==1.3.8 "omegaconf<2.4" codetiming dill
+		hydra-core==1.3.8 "omegaconf<2.4" codetiming datasets dill orjson pillow
 	$(VERL_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps verl==0.9.1
 	touch $@

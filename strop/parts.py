@@ -23,7 +23,7 @@ from strop.loops.evaluate import Evaluator
 from strop.loops.reward_model import Judge
 from strop.models.heads import ValueHead
 from strop.models.loading import LanguageModel, load_model
-from strop.models.tokenizer import end_tokens, load_tokenizer
+from strop.models.tokenizer import decode_with, end_tokens, load_tokenizer
 from strop.rollout.base import Sampler
 from strop.rollout.build import build_sampler
 from strop.rollout.groups import Player, sampling_params
@@ -77,15 +77,6 @@ class Parts:
         return decode_with(self.tokenizer)(tokens.tolist())
 
 
-def decode_with(tokenizer: PreTrainedTokenizerBase) -> Callable[[list[int]], str]:
-    """Ids to text as they are: special tokens shown, spaces untouched."""
-
-    def decode(ids: list[int]) -> str:
-        return str(tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False))
-
-    return decode
-
-
 def new_engine(
     recipe: Recipe,
     model: LanguageModel,
@@ -125,7 +116,12 @@ def build_parts(recipe: Recipe, base: Path) -> Parts:
         if recipe.sampler.dtype not in ("model", recipe.model.dtype):
             coarse = recipe.model.model_copy(update={"dtype": recipe.sampler.dtype})
             own = load_model(coarse, vocab_size=len(tokenizer), seed=recipe.seed)
-        sampler = build_sampler(recipe.sampler, own, decode_with(tokenizer))
+        if recipe.sampler.actors:
+            from strop.runtime.start import start_samplers
+
+            sampler = start_samplers(recipe)
+        else:
+            sampler = build_sampler(recipe.sampler, own, decode_with(tokenizer))
         frozen, engine = None, new_engine(recipe, model, len(tokenizer), value_head=head)
     else:  # nobody changes the model itself, so trainer, sampler and reference share it
         sampler = build_sampler(recipe.sampler, model, decode_with(tokenizer), adapter)

@@ -151,6 +151,9 @@ class SamplerConfig(Section):
     dtype: Literal["model", "float32", "bfloat16"] = "model"
     """The number format that it draws in; `model` is the trainer's. A coarser one draws from a slightly other policy:
     see max_gap, and a loop's ratio_to, correction and router_replay."""
+    actors: NonNegative = 0
+    """Samplers in processes of their own, as actors of the Ray cluster at engine.runtime.address; 0 draws in this
+    process."""
     max_running: Positive = 256
     """Requests decoded together."""
     cache_tokens: Positive = 65_536
@@ -291,6 +294,10 @@ class Recipe(Section):
         if ranks > 1 and self.engine.adapter.rank:
             problems.append(
                 f"engine.parallel means {ranks} ranks, which train the whole model: set engine.adapter.rank to 0"
+            )
+        if self.sampler.actors and (self.engine.adapter.rank or self.reward_model is not None):
+            problems.append(
+                "sampler.actors hold whole models that speak: set it to 0 with an adapter or a reward model"
             )
         if ranks > 1 and self.ppo is not None:
             problems.append(

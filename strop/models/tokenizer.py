@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
@@ -63,3 +64,12 @@ def end_tokens(config: ModelConfig, tokenizer: PreTrainedTokenizerBase) -> tuple
     if not ids:
         raise ConfigError("the tokenizer has no eos token and the model lists none: replies would never end")
     return tuple(dict.fromkeys(ids))
+
+
+def decode_with(tokenizer: PreTrainedTokenizerBase) -> Callable[[list[int]], str]:
+    """Ids to text as they are: special tokens shown, spaces untouched."""
+
+    def decode(ids: list[int]) -> str:
+        return str(tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False))
+
+    return decode

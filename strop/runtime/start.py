@@ -6,11 +6,14 @@ from dataclasses import dataclass
 from functools import partial
 
 from strop.config.model import ModelConfig
-from strop.config.recipe import EngineConfig
+from strop.config.recipe import EngineConfig, Recipe
 from strop.engines.base import Engine
 from strop.engines.build import build_engine
 from strop.models.heads import ValueHead
 from strop.models.loading import load_model
+from strop.models.tokenizer import decode_with, load_tokenizer
+from strop.rollout.base import Sampler
+from strop.rollout.build import build_sampler
 from strop.runtime.processes import ProcessRanks
 from strop.runtime.ranks import Ranks
 from strop.runtime.remote_engine import RemoteEngine
@@ -30,6 +33,24 @@ def rank_engine(config: EngineConfig, of: RankModel, trainable: bool) -> Engine:
     """This rank's share of the engine; every rank calls this, inside their process group."""
     model = load_model(of.model, vocab_size=of.vocab_size, seed=of.seed, value_head=of.value_head)
     return build_engine(config, model, trainable=trainable)
+
+
+def host_sampler(recipe: Recipe) -> Sampler:
+    """The recipe's sampler with a model of its own; called in the process that hosts it."""
+    tokenizer = load_tokenizer(recipe.model)
+    model = load_model(recipe.model, vocab_size=len(tokenizer), seed=recipe.seed)
+    return build_sampler(recipe.sampler, model, decode_with(tokenizer))
+
+
+def start_samplers(recipe: Recipe) -> Sampler:
+    """As many samplers as `sampler.actors` says, behind one router."""
+    from strop.rollout.ray import RaySampler
+    from strop.rollout.router import Router
+    from strop.runtime.ray import connect
+
+    connect(recipe.engine.runtime)
+    cpus = recipe.engine.runtime.cpus_per_rank
+    return Router([RaySampler(partial(host_sampler, recipe), cpus=cpus) for _ in range(recipe.sampler.actors)])
 
 
 def start_engine(config: EngineConfig, of: RankModel, *, trainable: bool = True) -> RemoteEngine:

@@ -1,0 +1,114 @@
+"""Many samplers as one: each request goes where there is least to do, its continuation where its text is known.
+
+A sampler that fails for its own sake (its process died, its server is gone) is left out from then on, and what it was
+drawing is drawn elsewhere: a request's result depends on its own seed, so nothing is lost or drawn twice.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Coroutine, Iterable, Sequence
+from typing import TYPE_CHECKING, TypeVar
+
+from strop.errors import RolloutError
+from strop.rollout.base import Sampler
+from strop.types import Completion, Float32s, Prompt, SamplingParams
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+T = TypeVar("T")
+STICKY_TOKENS = 64  # texts that begin alike this far are of one conversation, or of one group
+SLACK = 8  # requests that a sampler may have more than the idlest before its own conversations go elsewhere too
+
+log = logging.getLogger(__name__)
+
+
+class SamplerLost(RolloutError):
+    """A sampler is gone: not the request's fault, and another sampler can draw it."""
+
+
+class Router:
+    """A `Sampler` over others that serve the same policy."""
+
+    def __init__(self, samplers: Sequence[Sampler]) -> None:
+        if not samplers:
+            raise RolloutError("a router needs at least one sampler")
+        self._samplers = list(samplers)
+        self._load = [0] * len(samplers)
+        self._lost: dict[int, str] = {}
+        self._homes: dict[bytes, int] = {}  # where texts that begin so were drawn last, of this version
+
+    @property
+    def version(self) -> int:
+        return min(self._samplers[i].version for i in self._alive())
+
+    @property
+    def serves_adapter(self) -> bool:
+        return self._samplers[0].serves_adapter
+
+    @property
+    def lost(self) -> dict[int, str]:
+        """Samplers that are no longer asked, by index, and why."""
+        return dict(self._lost)
+
+    async def sample(self, prompt: Prompt, params: SamplingParams) -> Completion:
+        return await self._somewhere(prompt, lambda sampler: sampler.sample(prompt, params))
+
+    async def score(self, prompt: Prompt) -> Float32s:
+        return await self._somewhere(prompt, lambda sampler: sampler.score(prompt))
+
+    async def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
+        """Every sampler takes them; one that is lost meanwhile is left out, and no other serves two versions."""
+        held = list(weights)
+        self._homes.clear()  # caches do not outlive an update
+        await self._everywhere(lambda sampler: sampler.load_weights(held, version))
+
+    async def sleep(self) -> None:
+        await self._everywhere(lambda sampler: sampler.sleep())
+
+    async def wake(self) -> None:
+        await self._everywhere(lambda sampler: sampler.wake())
+
+    def _alive(self) -> list[int]:
+        alive = [i for i in range(len(self._samplers)) if i not in self._lost]
+        if not alive:
+            raise RolloutError(f"no sampler is left: {'; '.join(f'{i}: {why}' for i, why in self._lost.items())}")
+        return alive
+
+    def _choose(self, home: bytes) -> int:
+        alive = self._alive()
+        idlest = min(alive, key=lambda i: self._load[i])
+        known = self._homes.get(home)
+        if known is not None and known in alive and self._load[known] <= self._load[idlest] + SLACK:
+            return known
+        return idlest
+
+    async def _somewhere(self, prompt: Prompt, ask: Callable[[Sampler], Coroutine[object, object, T]]) -> T:
+        home = prompt.tokens[:STICKY_TOKENS].tobytes()
+        while True:
+            chosen = self._choose(home)
+            self._homes[home] = chosen
+            self._load[chosen] += 1
+            try:
+                return await ask(self._samplers[chosen])
+            except SamplerLost as error:
+                self._lose(chosen, error)
+            finally:
+                self._load[chosen] -= 1
+
+    async def _everywhere(self, ask: Callable[[Sampler], Coroutine[object, object, None]]) -> None:
+        alive = self._alive()
+        found = await asyncio.gather(*(ask(self._samplers[i]) for i in alive), return_exceptions=True)
+        for i, error in zip(alive, found, strict=True):
+            if isinstance(error, SamplerLost):
+                self._lose(i, error)
+            elif isinstance(error, BaseException):
+                raise error
+        self._alive()
+
+    def _lose(self, i: int, error: SamplerLost) -> None:
+        if i not in self._lost:
+            log.warning("sampler %d is lost, its requests go elsewhere: %s", i, error)
+            self._lost[i] = str(error)
