@@ -7,9 +7,10 @@ Under both, a block's input waits in host memory and the rest is computed again.
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import ExitStack, contextmanager
 from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
@@ -50,15 +51,14 @@ class Activations:
         with ExitStack() as stack:
             for block in self._checkpointed:
                 forward = block.forward
-                again = partial(checkpoint, forward, use_reentrant=False)
-                block.forward = again  # pyright: ignore[reportAttributeAccessIssue] - a module's own, for now
+                block.forward = partial(checkpoint, forward, use_reentrant=False)
                 stack.callback(_restore, block, forward)
             if self._offloader is not None:
                 stack.enter_context(self._offloader.attached())
             yield
 
 
-def _restore(block: nn.Module, forward: object) -> None:
+def _restore(block: nn.Module, forward: Callable[..., Any]) -> None:
     block.forward = forward
 
 
