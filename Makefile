@@ -5,19 +5,25 @@ VENV ?= .venv
 BENCH_VENV ?= .venv-trl
 VERL_VENV ?= .venv-verl
 RECIPE ?= recipes/quickstart.yaml
+RUNTIME ?= processes
+RANKS ?= 1
 WORKERS ?= 2
 
 BIN := $(VENV)/bin
 PIP = $(BIN)/python -m pip install --quiet --disable-pip-version-check
 RUN_FOLDER = runs/$(basename $(notdir $(RECIPE)))-$(shell date +%Y%m%d-%H%M%S)
+# Two ranks and a sampler share what cores there are; under Ray the sampler is a process of its own.
+OVER_RANKS = $(if $(filter-out 1,$(RANKS)),engine.parallel.data=$(RANKS) engine.runtime.kind=$(RUNTIME) \
+	$(if $(filter ray,$(RUNTIME)),engine.runtime.cpus_per_rank=0.5 sampler.actors=1))
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test ranks check check-style check-imports check-budgets check-pages check-types bench parity mutants recipes docs clean
+.PHONY: help demo test ranks ray check check-style check-imports check-budgets check-pages check-types bench parity mutants recipes docs clean
 
 help:
 	@echo "make demo    install, train a small model on this machine (RECIPE=recipes/quickstart.yaml), show before and after"
 	@echo "make test    install, run the fast tests"
 	@echo "make ranks   install, run the engine's whole suite over several processes (a quarter of an hour)"
+	@echo "make ray     install with Ray, run ranks and samplers as actors, and kill some of them"
 	@echo "make check   install, run ruff, pyright, import-linter, the budgets, and compare generated pages"
 	@echo "make mutants install, break the algorithms in thousands of small ways, print what no test noticed (minutes)"
 	@echo "make recipes install, train every short recipe, check that each learned, write docs/results.md (an hour)"
@@ -25,14 +31,17 @@ help:
 	@echo "make bench   install, measure speed and memory beside other libraries, print ratios (minutes)"
 	@echo "make docs    install, write the generated pages anew"
 
-demo: $(VENV)/.installed
-	$(BIN)/strop train $(RECIPE) run.folder=$(RUN_FOLDER)
+demo: $(VENV)/.installed $(if $(filter ray,$(RUNTIME)),$(VENV)/.installed-ray)
+	$(BIN)/strop train $(RECIPE) run.folder=$(RUN_FOLDER) $(OVER_RANKS)
 
 test: $(VENV)/.installed-dev
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
 
 ranks: $(VENV)/.installed-dev
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/ranks -n $(WORKERS) --dist loadfile
+
+ray: $(VENV)/.installed-dev $(VENV)/.installed-ray
+	OMP_NUM_THREADS=1 RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO=0 $(BIN)/python -m pytest tests/ray
 
 check: check-style check-imports check-budgets check-pages check-types  # `make -k check` shows all that is wrong
 
@@ -72,6 +81,10 @@ clean:
 $(VENV)/.installed: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(PIP) --constraint constraints.txt --editable .
+	touch $@
+
+$(VENV)/.installed-ray: $(VENV)/.installed
+	$(PIP) --constraint constraints.txt torch==2.13.0 --editable ".[ray]"
 	touch $@
 
 $(VENV)/.installed-dev: pyproject.toml constraints.txt

@@ -297,7 +297,7 @@ class Recipe(Section):
             )
         if self.sampler.actors and (self.engine.adapter.rank or self.reward_model is not None):
             problems.append(
-                "sampler.actors hold whole models that speak: set it to 0 with an adapter or a reward model"
+                "sampler.actors hold whole models that speak: set it to 0 for adapters and reward models"
             )
         if ranks > 1 and self.ppo is not None:
             problems.append(
