@@ -75,7 +75,7 @@ def test_the_table_replaces_what_is_between_the_markers(tmp_path: Path, monkeypa
     page.write_text(recipes.RESULTS.read_text())
     monkeypatch.setattr(recipes, "RESULTS", page)
     rows = page.read_text().split(recipes.BEGIN)[1].split(recipes.END)[0].splitlines()[3:]
-    first, second = (short for short in recipes.RUNS if short.name in ("start", "distill"))
+    first, second = (short for short in recipes.RUNS if short.name in ("scratch", "distill"))
     made = recipes.Result(short=second, before=0.0, after=0.5, steps=3, cpu_s=60.0, error="")
     recipes.write([made])
     recipes.write([dataclasses.replace(made, short=first), dataclasses.replace(made, after=0.75)])
@@ -84,7 +84,7 @@ def test_the_table_replaces_what_is_between_the_markers(tmp_path: Path, monkeypa
     shown = table.strip().splitlines()
     assert "\n".join(shown[:2]) == recipes.HEADER
     assert "| distill | `distill.yaml` | 3 | 0.0% | 75.0% | 1.0 | learned |" in shown
-    others = [row for row in rows if not row.startswith(("| start |", "| distill |"))]
-    assert [row for row in shown[2:] if not row.startswith(("| start |", "| distill |"))] == others
-    assert shown[2].startswith("| start |"), "in the order of the runs"
+    others = [row for row in rows if not row.startswith(("| scratch |", "| distill |"))]
+    assert [row for row in shown[2:] if not row.startswith(("| scratch |", "| distill |"))] == others
+    assert shown[2].startswith("| scratch |"), "in the order of the runs"
     assert text.split(recipes.BEGIN)[0] == (recipes.ROOT / "docs" / "results.md").read_text().split(recipes.BEGIN)[0]
