@@ -137,7 +137,8 @@ def shape_of(config: PretrainedConfig, parameters: int, matrices: int, adapter: 
 
 
 def _linear(text: PretrainedConfig) -> Linear | None:
-    layers = list(_value(text, "layer_types") or ()).count("linear_attention")
+    kinds: list[str] = _value(text, "layer_types") or []
+    layers = kinds.count("linear_attention")
     if not layers:
         return None
     return Linear(
