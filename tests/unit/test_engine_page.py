@@ -15,7 +15,8 @@ ROOT = Path(__file__).parents[2]
 
 def test_the_loop_by_hand_runs_and_learns(tmp_path: Path) -> None:
     """Only the recipe and the number of steps are other ones."""
-    (code,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs/engine.md").read_text(), re.DOTALL)
+    page = (ROOT / "docs/engine.md").read_text()
+    (code,) = re.findall(r"## A loop by hand.*?```python\n(.*?)```", page, re.DOTALL)
     assert sum(bool(line.strip()) for line in code.splitlines()) <= 40
     (tmp_path / "tiny.yaml").write_text(RECIPE)
     small = code.replace("recipes/scratch.yaml", str(tmp_path / "tiny.yaml")).replace("steps=20", "steps=12")
