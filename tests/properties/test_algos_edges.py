@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from strop.algos import advantages, filters, selection, token_advantages
+from strop.algos import advantages, balance, filters, selection, token_advantages
 from strop.algos.correction import (
     Divergence,
     Level,
@@ -21,6 +21,7 @@ from strop.algos.correction import (
     importance_weights,
     off_policy_accepted,
 )
+from strop.algos.distill_losses import Distillation, DistillInputs, Tail
 from strop.algos.kl import penalised_rewards
 from strop.algos.losses import (
     SAPO,
@@ -33,6 +34,7 @@ from strop.algos.losses import (
     PolicyInputs,
     PolicyLoss,
 )
+from strop.algos.preference_losses import SimPO, kto_baseline
 from strop.algos.value_losses import ClippedValue, ValueInputs
 from strop.algos.weighting import Weighting, token_weights
 from strop.types import Layout, Metrics, Outputs
@@ -308,6 +310,39 @@ def test_errors_say_it_all() -> None:
     ):
         with pytest.raises(ValueError, match=f"^{message}$"):
             call()
+
+
+def test_distillation_measures_the_sampler_and_takes_the_engines_ids() -> None:
+    teacher_TK, student_TK = doubles(-0.5, -1.5).repeat(2, 1), doubles(-1.0, -1.0).repeat(2, 1)
+    inputs = DistillInputs(
+        behavior_logprobs_T=doubles(-1.0, NAN),
+        teacher_logprobs_TK=teacher_TK,
+        teacher_weights_TM=doubles(1, 1)[:, None],
+    )
+    mask_T = torch.tensor([True, False])
+    outputs = Outputs(logprobs_T=doubles(-1.75, -9.0), ids_logprobs_TK=student_TK)
+    loss = Distillation(tail=Tail.DROPPED)
+    loss_T, metrics = loss(outputs, inputs, Layout((2,)), mask_T)
+    assert torch.equal(loss_T, loss.of(student_TK, inputs, mask_T)[0])
+    assert float(loss_T[0]) == pytest.approx(math.exp(-0.5) * 0.5 - math.exp(-1.5) * 0.5)
+    assert metrics["policy/gap_max"].result == 0.75
+    assert metrics["distill/divergence"].result == pytest.approx(float(loss_T[0]))
+    missing = "the engine gave no ids_logprobs_TK: the batch must name the teachers' tokens in ids_TK"
+    with pytest.raises(ValueError, match=f"^{missing}$"):
+        loss(Outputs(logprobs_T=doubles(-1.0, -1.0)), inputs, Layout((2,)), mask_T)
+
+
+def test_one_choice_is_a_fraction_and_token_0_is_a_target() -> None:
+    assert balance.fractions_of(np.array([[1, 0], [0, 0]])).tolist() == [[1.0, 0.0], [0.5, 0.5]]
+    assert balance.sampled_rows(np.array([True, True, False]), np.array([5, 0, -1])).tolist() == [False, True, False]
+
+
+def test_smallest_settings_of_preferences() -> None:
+    assert SimPO(beta=2.0, target_margin=0.0).target_margin == 0.0
+    assert SimPO(beta=2.0, target_margin=0.5).target_margin == 0.5
+    assert kto_baseline(0.25, 1) == 0.25
+    with pytest.raises(ValueError, match=r"^KTO's baseline is a mean over texts, and there are none$"):
+        kto_baseline(0.0, 0)
 
 
 def poisoned(values_T: np.ndarray, mask_T: np.ndarray, poison: float | None, seed: int) -> np.ndarray:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import fields, replace
 
 import numpy as np
 import pytest
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 
 from strop.algos.losses import PolicyInputs
 from strop.config.recipe import TooLong
-from strop.data.packing import Batch, Example, pack_examples
+from strop.data.packing import Batch, Example, pack_examples, train_only, with_inputs
 from strop.errors import DataError
 from strop.types import Completion, Group, Segment, Stop, Trajectory
 from tests.unit.data.groups import attempt, pack, segment, spare, texts, trained
@@ -185,3 +186,38 @@ def test_errors_end_with_what_to_do() -> None:
         pack([group], max_tokens=3)
     with pytest.raises(ValueError, match=r"they must be \[groups, attempts\], one for each attempt$"):
         pack([group, Group("u", [attempt([1], [2]), attempt([1], [2])])], [[1.0], [1.0]])
+
+
+def test_constants_are_exchanged_one_by_one_and_the_others_stay() -> None:
+    groups = [Group("t", [attempt([1, 2], [3]), attempt([1, 2], [4, 5])]), Group("u", [attempt([6], [7])] * 2)]
+    batches = pack(groups, max_tokens=4).batches
+    assert len(batches) > 1
+    given = {
+        name: [torch.full((len(batch),), 10.0 * column + b) for b, batch in enumerate(batches)]
+        for column, name in enumerate(
+            ("advantages", "reference_logprobs", "proximal_logprobs", "correction", "selected")
+        )
+    }
+    full = [
+        replace(batch, inputs=replace(batch.inputs, expert_fractions_LE=torch.ones(1, 2)))
+        for batch in with_inputs(batches, **given)
+    ]
+    for name, columns in given.items():
+        moved = with_inputs(full, **{name: [column + 1.0 for column in columns]})
+        for b, (before, after) in enumerate(zip(full, moved, strict=True)):
+            for field in fields(PolicyInputs):
+                was, now = (getattr(batch.inputs, field.name) for batch in (before, after))
+                assert torch.equal(now, was + 1.0 if field.name == f"{name}_T" else was), field.name
+            assert torch.equal(getattr(before.inputs, f"{name}_T"), columns[b])
+        with pytest.raises(ValueError, match="do not belong to batches"):
+            with_inputs(batches, **{name: columns[:1]})
+
+
+def test_training_some_tokens_keeps_the_horizon_and_what_was_dropped() -> None:
+    groups = [Group("t", [attempt([1], [2, 3, 4]), attempt([1], [5]), attempt([1, 1, 1, 1], [6])])]
+    packed = pack(groups, max_tokens=4, weighting="constant_horizon", horizon=5, too_long=TooLong.DROP)
+    keep_M = np.array([True, False, True, False])
+    kept = train_only(packed, keep_M, weighting="constant_horizon", horizon=5)
+    assert (packed.dropped, kept.dropped) == (1, 1)
+    assert [row.weight for row in trained(kept.batches)] == pytest.approx([1 / 5] * 2)  # of the one that is still live
+    assert kept.trained.counts_N.sum() == 2
