@@ -58,16 +58,32 @@ class Valued:
 def value_tokens(
     cfg: PPOConfig,
     attempts: Attempts,
+    parts: Sequence[Int64s],
+    scored: Sequence[Scored],
+    expected: Sequence[Sequence[Outputs]],
+    *,
+    kl_coefficient: float,
+) -> list[Valued]:
+    """Advantages and returns of a step's tokens, update by update. `parts` says which groups each holds, `expected` are
+    the critic's outputs for its batches.
+
+    The reward stands at an attempt's last trained token; a divergence in the reward is taken off at each. Raises
+    ValueError when the outputs have no values.
+    """
+    return [
+        _valued(cfg, attempts, part, update, outputs, kl_coefficient)
+        for part, update, outputs in zip(parts, scored, expected, strict=True)
+    ]
+
+
+def _valued(
+    cfg: PPOConfig,
+    attempts: Attempts,
     part: Int64s,
     scored: Scored,
     outputs: Sequence[Outputs],
     kl_coefficient: float,
 ) -> Valued:
-    """Advantages and returns of an update's tokens. `part` says which groups it holds, `outputs` are the critic's.
-
-    The reward stands at an attempt's last trained token; a divergence in the reward is taken off at each. Raises
-    ValueError when the outputs have no values.
-    """
     trained = scored.trained
     values = [output.values_T for output in outputs if output.values_T is not None]
     if len(values) != len(scored.packed.batches):

@@ -56,10 +56,9 @@ async def train(
 ) -> None:
     """Train `policy` and `critic` on `tasks` for `cfg.steps` steps, from where `run` stands.
 
-    `params` says how attempts are drawn, `packing` how they are packed; `critic` gives values, `reference` is needed
-    when cfg.needs_reference. Raises RolloutError when more episodes of a step fail than `cfg.max_failures`, or when
-    sampler and trainer give the same tokens logprobs more than `max_gap` apart; EngineError after
-    `packing.max_skipped_steps` skipped optimizer steps of one engine.
+    `params` says how attempts are drawn, `packing` how they are packed; `reference` is needed when cfg.needs_reference.
+    RolloutError when more episodes of a step fail than `cfg.max_failures`, or sampler and trainer give the same tokens
+    logprobs more than `max_gap` apart; EngineError after `packing.max_skipped_steps` skipped steps of one engine.
     """
     value_loss = ClippedValue(clip=cfg.critic.clip)
     total = cfg.steps * cfg.updates_each_step
@@ -89,8 +88,8 @@ async def train(
                 )
                 for part in parts
             ]
-        dropped = sum(update.dropped for update in updates)
-        metrics = merge_metrics([attempts.metrics, {"data/dropped": Metric(Reduction.SUM, dropped)}])
+        dropped = Metric(Reduction.SUM, sum(update.dropped for update in updates))
+        metrics = attempts.metrics | {"data/dropped": dropped}
 
         # 2. Models that stand still score the tokens, and the critic says what it expected: that gives advantages.
         kl_cost = replace(kl_cost, value=run.carried.get("kl_coefficient", cfg.kl.coefficient))
@@ -98,10 +97,7 @@ async def train(
             scored = await score(cfg, updates, engine=policy, reference=reference, run=run)
         with run.span("value"):
             expected = [await critic.forward(unrouted(s.packed.batches), Want(values=True)) for s in scored]
-            valued = [
-                value_tokens(cfg, attempts, part, s, outputs, kl_cost.value)
-                for part, s, outputs in zip(parts, scored, expected, strict=True)
-            ]
+            valued = value_tokens(cfg, attempts, parts, scored, expected, kl_coefficient=kl_cost.value)
             metrics |= describe_values(valued)
             valued = whitened(valued) if cfg.whiten else valued
             rng = np.random.default_rng([run.recipe.seed, step])

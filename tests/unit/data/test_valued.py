@@ -85,7 +85,9 @@ def plain(
 
 
 def valued(of: Attempts, update: Scored, kl_coefficient: float = 0.0, **knobs: Any) -> Valued:
-    return value_tokens(PPOConfig.model_validate(knobs), of, np.array([0]), update, critic(update), kl_coefficient)
+    cfg = PPOConfig.model_validate(knobs)
+    (found,) = value_tokens(cfg, of, [np.array([0])], [update], [critic(update)], kl_coefficient=kl_coefficient)
+    return found
 
 
 @pytest.mark.parametrize(("max_tokens", "share"), [(9, False), (64, False), (64, True)])
@@ -170,4 +172,4 @@ def test_outputs_without_values_are_refused() -> None:
     update = scored(of)
     silent = [Outputs(logprobs_T=torch.zeros(len(batch))) for batch in update.packed.batches]
     with pytest.raises(ValueError, match="0 batches have values"):
-        value_tokens(PPOConfig(), of, np.array([0]), update, silent, 0.0)
+        value_tokens(PPOConfig(), of, [np.array([0])], [update], [silent], kl_coefficient=0.0)
