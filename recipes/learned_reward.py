@@ -6,10 +6,11 @@ Copy this file, and say where the exported folder is, from where `strop` is call
 from functools import cache
 
 import torch
-from transformers import AutoModelForSequenceClassification, AutoTokenizer
+from transformers import AutoModelForSequenceClassification, AutoTokenizer, PreTrainedModel
 
 from strop.config.recipe import RendererConfig
 from strop.data.tasks import Task
+from strop.tokens.base import Renderer
 from strop.tokens.build import build_renderer
 
 FOLDER = "runs/reward_model/export"
@@ -17,7 +18,7 @@ RENDERER = RendererConfig(kind="plain")  # as in the reward model's recipe
 
 
 @cache
-def loaded():
+def loaded() -> tuple[Renderer, PreTrainedModel]:
     """(the renderer, the model), read once."""
     tokenizer = AutoTokenizer.from_pretrained(FOLDER)
     model = AutoModelForSequenceClassification.from_pretrained(FOLDER).eval()

@@ -6,10 +6,11 @@ import copy
 import json
 from collections.abc import Iterable
 from pathlib import Path
+from typing import cast
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING
 
 from strop.errors import CheckpointError
@@ -67,7 +68,8 @@ def _name_classifier(model: LanguageModel, tokenizer: PreTrainedTokenizerBase | 
     file = folder / "config.json"
     config = json.loads(file.read_text("utf-8"))
     if type(model.config) in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING:
-        config["architectures"] = [MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING[type(model.config)].__name__]
+        classifier = cast("type[PreTrainedModel]", MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING[type(model.config)])
+        config["architectures"] = [classifier.__name__]
     if tokenizer is not None:
         pads = tokenizer.pad_token_id != tokenizer.eos_token_id
         config["pad_token_id"] = tokenizer.pad_token_id if pads else None

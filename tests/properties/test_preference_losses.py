@@ -259,7 +259,10 @@ def test_a_reward_models_loss_is_bradley_terrys_of_the_last_tokens_values(
     plain = bradley_terry(center)
 
     def mean_over_pairs(value_N: Floats) -> float:
-        each = [plain(*value_N[2 * p : 2 * p + 2], pair.margin) for p, pair in enumerate(pairs.preferences)]
+        each = [
+            plain(float(value_N[2 * p]), float(value_N[2 * p + 1]), pair.margin)
+            for p, pair in enumerate(pairs.preferences)
+        ]
         return sum(each) / len(each)
 
     value, gradient_N, metrics = measured(packed, BradleyTerry(center=center), place(packed, at_N), values=True)
@@ -395,10 +398,11 @@ def test_a_models_gradient_does_not_depend_on_packing_nor_on_halves(name: str) -
     ):
         packed = pack(pairs.preferences, fit(max_tokens, share_prefixes=share_prefixes, data_parallel=data_parallel))
         batches = with_reference_logprobs(packed.batches, place(packed, pairs.reference_M))
-        engine = build_engine(EngineConfig(), tiny_model("qwen3", torch.float64, Impl.TORCH))
+        model = tiny_model("qwen3", torch.float64, Impl.TORCH)
+        engine = build_engine(EngineConfig(), model)
         for call in range(calls):
             asyncio.run(engine.forward_backward(batches[call::calls], loss))
-        found.append({n: p.grad.clone() for n, p in engine.model.module.named_parameters() if p.grad is not None})
+        found.append({n: p.grad.clone() for n, p in model.module.named_parameters() if p.grad is not None})
     scale = max(float(g.abs().max()) for g in found[0].values())
     assert scale > 1e-4
     for other in found[1:]:

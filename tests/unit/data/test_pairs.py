@@ -69,10 +69,10 @@ def test_pairs_are_never_split_and_ranks_get_equally_many_batches(
     share_prefixes: bool, max_tokens: int, data_parallel: int
 ) -> None:
     rng = np.random.default_rng(0)
-    pairs = [
-        pair(*(rng.integers(10 * p + 3, 10 * p + 13, n).tolist() for n in rng.integers(1, 5, 3)), f"t{p}")
-        for p in range(7)
-    ]
+    pairs: list[Preference] = []
+    for p in range(7):
+        prompt, chosen, rejected = (rng.integers(10 * p + 3, 10 * p + 13, n).tolist() for n in rng.integers(1, 5, 3))
+        pairs.append(pair(prompt, chosen, rejected, f"t{p}"))
     fit = replace(FIT, max_tokens=max_tokens, share_prefixes=share_prefixes, data_parallel=data_parallel)
     packed = pack_pairs(pairs, fit)
     assert len(packed.batches) % data_parallel == 0 and packed.dropped == 0
@@ -177,7 +177,7 @@ def test_a_reference_of_other_batches_is_refused() -> None:
 
 def test_tasks_become_texts_and_ktos_baseline_takes_the_next_tasks_replies() -> None:
     made = tokenizer()
-    renderer = build_renderer(RendererConfig(kind="plain"), made, [made.eos_token_id])
+    renderer = build_renderer(RendererConfig(kind="plain"), made, [14])
 
     def task(prompt: str, chosen: str | None, rejected: str | None) -> Task:
         return Task(
@@ -197,5 +197,5 @@ def test_tasks_become_texts_and_ktos_baseline_takes_the_next_tasks_replies() -> 
     assert first.chosen is not None and made.decode(first.chosen.tokens) == "1 + 2 = 3 <eos>"
     assert first.chosen.trained.tolist() == [False] * 4 + [True] * 2
     assert preference_of(renderer, tasks[1]).rejected is None
-    texts = [made.decode(found.tokens).replace(" ", "") for found in elsewhere(renderer, tasks)]
+    texts = [str(made.decode(found.tokens)).replace(" ", "") for found in elsewhere(renderer, tasks)]
     assert texts == ["1+2=0<eos>", "0+0=9<eos>", "5+5=3<eos>", "5+5=44<eos>"]
