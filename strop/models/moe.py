@@ -12,7 +12,7 @@ that one model look at it. Outside of that the model is as transformers made it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -170,7 +170,8 @@ def _decoder_layers(module: nn.Module) -> nn.ModuleList:
 def _sparse_layers(config: PretrainedConfig) -> list[int]:
     """Layers with experts, as the configuration says it; every family has words of its own for them."""
     own = vars(config)
-    dense, step = set(own.get("mlp_only_layers") or ()), own.get("decoder_sparse_step") or 1
+    dense: list[int] = own.get("mlp_only_layers") or []
+    step: int = own.get("decoder_sparse_step") or 1
     first = own.get("first_k_dense_replace") or 0
     return [i for i in range(first, own["num_hidden_layers"]) if i not in dense and (i + 1) % step == 0]
 
@@ -243,7 +244,7 @@ class Routing:
         self._moved: Tensor | float = 0.0
 
     @contextmanager
-    def bound(self) -> Iterator[None]:
+    def bound(self) -> Generator[None]:
         """The model's routers look here. Bind around a forward pass and the backward pass that may run it again."""
         with ExitStack() as stack:
             for router in self._routers:

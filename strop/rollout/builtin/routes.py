@@ -7,7 +7,7 @@ So whoever shares pages shares their routes, and a request takes its own along w
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 
 import numpy as np
@@ -34,7 +34,7 @@ class RouteCache:
         return self._experts_NLK.nbytes
 
     @contextmanager
-    def recording(self, slot_T: Tensor) -> Iterator[None]:
+    def recording(self, slot_T: Tensor) -> Generator[None]:
         """Keep what the routers choose in the pass over the tokens that these slots are for."""
         routing = Routing(self._routers, len(slot_T))
         with routing.bound():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from datetime import timedelta
 from pathlib import Path
+from typing import cast
 
 import numpy as np
 import pytest
@@ -212,7 +213,7 @@ def _rank(rank: int, folder: str) -> None:
     dist.init_process_group(
         "gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=3, timeout=timedelta(seconds=60)
     )
-    pair = dist.new_group([0, 1])
+    pair = cast(dist.ProcessGroup, dist.new_group([0, 1]))
     seen: dict[str, object] = {}
     for name, stages in STAGES.items():
         if rank >= len(stages):

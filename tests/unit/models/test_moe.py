@@ -54,7 +54,7 @@ def test_layers_that_the_configuration_says_are_dense() -> None:
 
 
 def test_a_vision_towers_siblings_branch_is_taken() -> None:
-    config = AutoConfig.for_model("qwen3_5_moe", text_config=FAMILIES["qwen3_5_moe_text"], vision_config=VISION)
+    config: Any = AutoConfig.for_model("qwen3_5_moe", text_config=FAMILIES["qwen3_5_moe_text"], vision_config=VISION)
     module = Qwen3_5MoeForConditionalGeneration(config)
     found = find_routers(module)
     assert [router.layer for router in found] == [0, 1]
@@ -68,7 +68,7 @@ def test_the_thinker_of_a_model_that_also_hears() -> None:
         "num_mel_bins": 8, "downsample_hidden_size": 8, "n_window": 4, "max_source_positions": 16,
     }  # fmt: skip
     text = {**FAMILIES["qwen3_moe"], "num_hidden_layers": 3}
-    config = AutoConfig.for_model("qwen3_omni_moe_thinker", text_config=text, vision_config=VISION, audio_config=audio)
+    config: Any = AutoConfig.for_model("qwen3_omni_moe_thinker", text_config=text, vision_config=VISION, audio_config=audio)
     module = Qwen3OmniMoeThinkerForConditionalGeneration(config)
     assert [router.layer for router in find_routers(module)] == [0, 1, 2]
 
@@ -118,7 +118,7 @@ def test_fewer_routers_than_the_configuration_says_are_refused() -> None:
 def test_a_router_of_another_formula_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     native = modeling_qwen3_moe.Qwen3MoeTopKRouter.forward
 
-    def doubled(self: nn.Module, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def doubled(self: Any, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         logits, weights, ids = native(self, hidden_states)
         return logits, 2 * weights, ids
 
