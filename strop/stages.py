@@ -10,14 +10,14 @@ from strop.checkpoint.beside import Beside
 from strop.config.imitation import BestOfNConfig, DistillConfig
 from strop.config.loops import LoopConfig, SFTConfig
 from strop.config.model import ModelConfig
-from strop.config.policy import GRPOConfig
+from strop.config.policy import AsyncGRPOConfig, GRPOConfig
 from strop.config.ppo import PPOConfig
 from strop.config.preferences import DPOConfig, RewardModelConfig
 from strop.critic import build_critic
 from strop.data.stream import TaskStream
 from strop.engines.base import Engine
 from strop.errors import EngineError
-from strop.loops import best_of_n, distill, dpo, grpo, ppo, reward_model, sft
+from strop.loops import async_grpo, best_of_n, distill, dpo, grpo, ppo, reward_model, sft
 from strop.models.loading import LanguageModel, load_model
 from strop.models.tokenizer import load_tokenizer, same_tokens
 from strop.parts import Parts, new_engine
@@ -34,6 +34,8 @@ async def run_loops(parts: Parts, run: Run) -> None:
                 await _dpo(cfg, parts, run)
             case RewardModelConfig():
                 await _reward_model(cfg, parts, run)
+            case AsyncGRPOConfig():
+                await _async_grpo(cfg, parts, run)
             case GRPOConfig():
                 await _grpo(cfg, parts, run)
             case PPOConfig():
@@ -115,6 +117,28 @@ async def _grpo(cfg: GRPOConfig, parts: Parts, run: Run) -> None:
         too_long=recipe.tasks.too_long,
         max_gap=recipe.sampler.max_gap,
         reference=await _reference(cfg, start, "grpo", parts, run),
+    )
+
+
+async def _async_grpo(cfg: AsyncGRPOConfig, parts: Parts, run: Run) -> None:
+    recipe = parts.recipe
+    tasks = TaskStream(parts.train_tasks, seed=recipe.seed)
+    start = _copy(cfg, parts)  # before `begin`, which may load a later state
+    if not await run.begin("async_grpo", parts.engine, tasks):
+        return
+    await async_grpo.train(
+        cfg,
+        tasks=tasks,
+        player=parts.player(recipe.seed),
+        params=parts.params,
+        engine=parts.engine,
+        sampler=parts.sampler,
+        evaluator=parts.evaluator(),
+        run=run,
+        packing=recipe.engine,
+        too_long=recipe.tasks.too_long,
+        max_gap=recipe.sampler.max_gap,
+        reference=await _reference(cfg, start, "async_grpo", parts, run),
     )
 
 

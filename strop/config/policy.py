@@ -391,3 +391,17 @@ class GRPOConfig(PolicyLoopConfig):
         ):
             raise ValueError(f"advantage {kind} has no place for a divergence in the reward: set kl.place to loss")
         return self
+
+
+class AsyncGRPOConfig(GRPOConfig):
+    """GRPO with attempts drawn ahead of the step that learns from them (`loops/async_grpo.py`)."""
+
+    max_lag: NonNegative = 1
+    """Versions that a token may be behind when it is learned from: attempts of so many further steps are in the making.
+    0 is `grpo`."""
+
+    @model_validator(mode="after")
+    def _refills_in_order(self) -> Self:
+        if self.refills and self.max_lag:
+            raise ValueError(f"refills is {self.refills}: with max_lag above 0 its tasks would be later steps'")
+        return self

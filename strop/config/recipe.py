@@ -18,7 +18,7 @@ from strop.config.imitation import BestOfNConfig, DistillConfig
 from strop.config.loops import LoopConfig, SFTConfig
 from strop.config.model import ModelConfig
 from strop.config.parallel import ParallelConfig, RuntimeConfig
-from strop.config.policy import GRPOConfig
+from strop.config.policy import AsyncGRPOConfig, GRPOConfig
 from strop.config.ppo import PPOConfig
 from strop.config.preferences import DPOConfig, RewardModelConfig
 from strop.config.section import Fraction, GroupName, NonNegative, Plain, Positive, Section
@@ -216,7 +216,7 @@ class RunConfig(Section):
     """Draw progress in the terminal when there is one."""
 
 
-LOOPS = ("sft", "dpo", "reward_model", "grpo", "ppo", "distill", "best_of_n")
+LOOPS = ("sft", "dpo", "reward_model", "grpo", "async_grpo", "ppo", "distill", "best_of_n")
 """The sections of a recipe that are loops, in the order in which they run."""
 NO_LOOP = f"there is no loop to run: add one or more of the sections {', '.join(LOOPS)}"
 
@@ -250,6 +250,8 @@ class Recipe(Section):
     """A reward model, instead of a policy; null leaves it out."""
     grpo: GRPOConfig | None = None
     """Group-relative policy optimisation; null leaves it out."""
+    async_grpo: AsyncGRPOConfig | None = None
+    """The same with attempts drawn ahead; null leaves it out."""
     ppo: PPOConfig | None = None
     """Proximal policy optimisation, with a critic; null leaves it out."""
     distill: DistillConfig | None = None
@@ -276,6 +278,7 @@ class Recipe(Section):
             "dpo": self.dpo,
             "reward_model": self.reward_model,
             "grpo": self.grpo,
+            "async_grpo": self.async_grpo,
             "ppo": self.ppo,
             "distill": self.distill,
             "best_of_n": self.best_of_n,

@@ -249,7 +249,7 @@ def test_a_partial_section_keeps_the_other_defaults_and_the_dump_shows_them() ->
 def test_an_option_that_no_engine_honours_is_refused() -> None:
     """C06: an engine's numeric format is the model's one `dtype`; a key of another backend is not accepted silently."""
     assert problems(MINIMAL, "engine.param_dtype=fp32")[0].startswith("unknown key engine.param_dtype:")
-    assert [key for key in all_keys() if "dtype" in key] == ["model.dtype", "ppo.critic.model.dtype"]
+    assert [key for key in all_keys() if "dtype" in key] == ["model.dtype", "sampler.dtype", "ppo.critic.model.dtype"]
 
 
 def test_an_overlong_buffer_of_nothing_is_off() -> None:
@@ -488,7 +488,7 @@ WRITTEN = dump_recipe(BEFORE)
 BESIDE = {
     "distill": "distill: {teachers: [{model: {path: t}}]}\n",
     "ppo": "ppo: {critic: {model: {path: t}}}\n",
-} | {loop: f"{loop}: {{}}\n" for loop in ("best_of_n", "dpo", "reward_model")}
+} | {loop: f"{loop}: {{}}\n" for loop in ("async_grpo", "best_of_n", "dpo", "reward_model")}
 # Keys with no second value yet, or that exclude each other.
 ONE_VALUE = {"engine.kind", "sampler.kind", "ppo.critic.model.package", "ppo.critic.model.fresh"}
 # What an option needs beside it, in whichever loop has it; and what a kind must be given.
@@ -539,7 +539,8 @@ def flipped(key: str, value: Any, annotation: Any) -> Any:
         return {"b": 2.0}
     if key.partition(".")[2] in (*LOSS_KNOBS, "kl.target", "advantage.solved_at"):
         return 0.5
-    if (key.startswith("tasks.") and key.endswith("_key")) or key == "ppo.critic.model.tokenizer":
+    texts = ("ppo.critic.model.tokenizer", "engine.runtime.address")
+    if (key.startswith("tasks.") and key.endswith("_key")) or key in texts:
         return "another"
     return {"tasks.limit": 3, "sft.stop_at_accuracy": 0.5, "renderer.system": "x", "model.tokenizer": "x"}[key]
 
@@ -557,6 +558,8 @@ def test_every_option_reaches_the_resolved_recipe(key: str) -> None:
         given = {knob: 2 for knob, value in kinds.KNOBS[chosen].items() if value is ...}
         with_it += [f"{'.'.join(names[:-1])}={yaml12.inline({'kind': chosen} | KNOWN.get(chosen, given))}"]
     with_it = [one.replace("{loop}", names[0]) for one in with_it]
+    if key == "async_grpo.refills":
+        with_it += ["async_grpo.max_lag=0"]
     full = FULL + BESIDE.get(names[0], "")
     if names[-1] in PREFERENCES:  # a pair has both keys: both are given in either case, and one of them differs
         with_it += [f"{key}=first"]

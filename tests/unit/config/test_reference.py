@@ -10,7 +10,7 @@ from strop.config import reference
 from strop.config.imitation import BestOfNConfig, TeacherConfig
 from strop.config.loader import all_keys, read_recipe, section_of
 from strop.config.loops import LoopConfig, SFTConfig
-from strop.config.policy import GRPOConfig
+from strop.config.policy import AsyncGRPOConfig, GRPOConfig
 from strop.config.ppo import CriticConfig, PPOConfig
 from strop.config.preferences import DPOConfig, RewardModelConfig
 from strop.config.recipe import ModelConfig, Recipe, TasksConfig
@@ -62,6 +62,7 @@ def test_the_reference_recipe_loads_and_holds_every_default() -> None:
     defaults: dict[str, LoopConfig] = {
         "sft": SFTConfig(),
         "grpo": GRPOConfig(),
+        "async_grpo": AsyncGRPOConfig(),
         "dpo": DPOConfig(),
         "best_of_n": BestOfNConfig(),
     }
