@@ -11,8 +11,8 @@ task are a `Group`. Everything here is NumPy: the columns cross processes and ar
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, TypedDict
@@ -309,6 +309,25 @@ class Outputs:
     expert_counts_LE: Tensor | None = None  # int64, with routes: how often each expert was taken where the mask is on
     router_logits_TLE: Tensor | None = None  # before any softmax; layers as in `Routes`. Live in a loss, not kept after
     router_shares_TLE: Tensor | None = None  # each expert's part of its token's scores, by the family's own function
+
+    def each_row(self, change: Callable[[Tensor], Tensor]) -> Outputs:
+        """The same with every column of rows [T, ...] changed; what is not of rows stays as it is."""
+
+        def changed(column: Tensor | None) -> Tensor | None:
+            return None if column is None else change(column)
+
+        return replace(
+            self,
+            logprobs_T=change(self.logprobs_T),
+            entropy_T=changed(self.entropy_T),
+            square_sums_T=changed(self.square_sums_T),
+            values_T=changed(self.values_T),
+            top_k_ids_TK=changed(self.top_k_ids_TK),
+            top_k_logprobs_TK=changed(self.top_k_logprobs_TK),
+            ids_logprobs_TK=changed(self.ids_logprobs_TK),
+            router_logits_TLE=changed(self.router_logits_TLE),
+            router_shares_TLE=changed(self.router_shares_TLE),
+        )
 
 
 class Reduction(StrEnum):

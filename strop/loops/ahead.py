@@ -48,13 +48,16 @@ class Ahead:
 
     async def attempts_of(self, step: int) -> Attempts:
         """A step's attempts, when all of them have ended. When it fails, the others are given up too."""
+        ended = False
         try:
-            return await self._open.pop(step)
-        except BaseException:
-            for other in self._open.values():
-                other.cancel()
-            await asyncio.gather(*self._open.values(), return_exceptions=True)
-            raise
+            attempts = await self._open.pop(step)
+            ended = True
+        finally:
+            if not ended:
+                for other in self._open.values():
+                    other.cancel()
+                await asyncio.gather(*self._open.values(), return_exceptions=True)
+        return attempts
 
     def position_of(self, step: int) -> Position:
         """Where the stream stood before `step` took its tasks: a resumed run takes the same ones again."""

@@ -15,6 +15,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Sequence
+from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
@@ -50,7 +51,7 @@ class ProcessRanks:
         for rank, make in enumerate(make_engines):
             here, there = context.Pipe()
             child = context.Process(
-                target=_child, args=(there, make, rank, len(make_engines), store, threads, backend), daemon=True
+                target=_child, args=(there, make, _Place(rank, len(make_engines), store, threads, backend)), daemon=True
             )
             child.start()
             there.close()
@@ -124,21 +125,31 @@ class ProcessRanks:
         return RankError(why)
 
 
-def _child(
-    pipe: Connection[Any, Any], make: MakeEngine, rank: int, size: int, store: Path, threads: int, backend: str
-) -> None:
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """Who a child is, and where it meets the others."""
+
+    rank: int
+    size: int
+    store: Path
+    threads: int
+    backend: str
+
+
+def _child(pipe: Connection[Any, Any], make: MakeEngine, place: _Place) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides, and stops its children
-    torch.set_num_threads(threads)
+    torch.set_num_threads(place.threads)
     # Weights that two kinds of ranks cut are gathered in two exchanges, rarely: torch need not say so each time.
     logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
-    dist.init_process_group(backend, store=FileStore(str(store), size), rank=rank, world_size=size)
+    store = FileStore(str(place.store), place.size)
+    dist.init_process_group(place.backend, store=store, rank=place.rank, world_size=place.size)
     try:
         engine = make()
     except (StropError, ValueError, TypeError, RuntimeError, OSError) as error:
         pipe.send(Answer(error=error, traceback=traceback.format_exc()))
         return
     pipe.send(Answer())
-    asyncio.run(_serve(pipe, RankServer(engine, rank)))
+    asyncio.run(_serve(pipe, RankServer(engine, place.rank)))
 
 
 async def _serve(pipe: Connection[Any, Any], server: RankServer) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -284,14 +285,5 @@ def _check_want(want: Want, model: LanguageModel) -> None:
 
 
 def _detached(live: Outputs) -> Outputs:
-    return Outputs(
-        logprobs_T=live.logprobs_T.detach(),
-        entropy_T=None if live.entropy_T is None else live.entropy_T.detach(),
-        square_sums_T=live.square_sums_T,
-        ids_logprobs_TK=None if live.ids_logprobs_TK is None else live.ids_logprobs_TK.detach(),
-        values_T=None if live.values_T is None else live.values_T.detach(),
-        routes=live.routes,
-        expert_counts_LE=live.expert_counts_LE,
-        top_k_ids_TK=live.top_k_ids_TK,
-        top_k_logprobs_TK=live.top_k_logprobs_TK,
-    )
+    """What is kept of a batch when its graph goes."""
+    return replace(live, router_logits_TLE=None, router_shares_TLE=None).each_row(Tensor.detach)

@@ -6,7 +6,7 @@ rows is differentiated while their logits are there; any other loss, and any oth
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -125,11 +125,7 @@ class Scorer:
 
 def _emptied(outputs: Outputs) -> Outputs:
     """Zeros in every place, behind which the graph is still there: what flows back through it is zero too."""
-    columns = {field.name: getattr(outputs, field.name) for field in fields(outputs)}
-    tensors = {name: column for name, column in columns.items() if isinstance(column, Tensor)}
-    return replace(
-        outputs, **{name: torch.where(torch.zeros_like(c, dtype=torch.bool), c, 0) for name, c in tensors.items()}
-    )
+    return outputs.each_row(lambda column: torch.where(torch.zeros_like(column, dtype=torch.bool), column, 0))
 
 
 def wanted_rows(batch: Batch[Any], want: Want) -> Tensor:

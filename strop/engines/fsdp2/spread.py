@@ -9,8 +9,8 @@ the same order with equally many batches, whatever those hold: nothing here depe
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import fields, replace
-from typing import Any, Protocol, TypeVar
+from dataclasses import replace
+from typing import Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -166,14 +166,8 @@ class Spread:
         return inner if self._sequence is None else UlyssesAttention(inner, self._sequence)
 
     def whole(self, outputs: Outputs, total: int) -> Outputs:
-        if self._sequence is None:
-            return outputs
-        changed: dict[str, Any] = {}
-        for field in fields(outputs):
-            column = getattr(outputs, field.name)
-            if isinstance(column, Tensor):
-                changed[field.name] = gather_rows(column, self._sequence)[:total]
-        return replace(outputs, **changed)
+        group = self._sequence
+        return outputs if group is None else outputs.each_row(lambda rows: gather_rows(rows, group)[:total])
 
     def syncs(self, now: bool) -> None:
         for part in self._sharded:
