@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from strop.ops.head_tiles import Logits, Slope
-from strop.ops.logprobs import Entropy, Head, HeadImpl, score_targets
+from strop.ops.head_tiles import Logits, Slope, column_tiles, row_tiles
+from strop.ops.logprobs import Entropy, Head, HeadImpl, Scored, learn_targets, score_targets
 from tests.unit.ops.head_cases import (
     COLUMNS,
     FORMS,
@@ -177,15 +177,33 @@ def test_no_product_is_made_for_a_frozen_side_or_made_twice_when_learning(
 
 
 @pytest.mark.parametrize("form", ["chunked", "learned"])
-@pytest.mark.parametrize("rows", [4, 16])
+@pytest.mark.parametrize("rows", [40, 64])
 def test_the_largest_tensor_is_a_tile_of_the_configured_size(form: str, rows: int) -> None:
     """I03, and the entropy's share of memory: no one-hot, no [N, V], with gradients of the entropy on."""
-    of = case(n=160, v=70).live()
+    of = case(n=160, d=1, v=70).live()
+
+    def loss(few: Tensor, at: Scored) -> Tensor:
+        assert at.entropy_N is not None
+        return at.logprobs_N.sum() - at.entropy_N.sum()
+
+    asked: dict[str, Any] = {"entropy": Entropy.GRADIENT, "top_k": 1, "square_sums": True, "rows": rows}
     with Watch() as seen:
-        run(form, of, rows=rows, top_k=2, square_sums=True)[1].backward()
-    held = rows * 70 if form == "learned" else rows * COLUMNS
-    assert seen.largest == max(held, of.hidden.numel(), 1000) < 160 * 70
+        if form == "learned":
+            learn_targets(of.hidden, of.head(), of.targets, loss, **asked)[1].backward()
+        else:
+            scored = score_targets(of.hidden, of.head(), of.targets, impl=HeadImpl.CHUNKED, **asked)
+            loss(of.targets, scored).backward()
+    assert seen.largest == (rows * 70 if form == "learned" else rows * COLUMNS) < 160 * 70
     assert seen.largest_of_whole_numbers <= 160 * 2
+
+
+def test_tiles_of_few_rows_are_wide() -> None:
+    """As many logits at once, whatever the number of rows."""
+    assert column_tiles(13, 8, 19) == [slice(0, 5), slice(5, 10), slice(10, 13)]
+    assert column_tiles(13, 8, 8) == column_tiles(13, 8, 5) == column_tiles(13, 8, 19)
+    assert column_tiles(13, 8, 3) == column_tiles(13, 8, 4) == [slice(0, 10), slice(10, 13)]
+    assert column_tiles(13, 8, 1) == column_tiles(13, 8, 0) == [slice(0, 13)]
+    assert row_tiles(19, 8) == [slice(0, 8), slice(8, 16), slice(16, 19)] and row_tiles(0, 8) == []
 
 
 def test_only_inputs_and_statistics_are_kept_for_the_backward_pass() -> None:
