@@ -87,6 +87,19 @@ def test_turns_that_observe(tmp_path: Path) -> None:
     assert 0.8 < row["router/replayed"] < 1.0 and row["sampler/gap_max"] <= 1e-5
 
 
+def test_a_sampler_in_another_format_is_followed_where_it_chose_otherwise(tmp_path: Path) -> None:
+    """A real mismatch: the sampler draws in bfloat16, the trainer learns in float32."""
+    rows = run(
+        tmp_path, "grpo", "sampler.dtype=bfloat16", "sampler.max_gap=9",
+        router_replay="rollout", router={"measure_every": 1}, tasks_per_step=32,
+    )  # fmt: skip
+    assert all(row["sampler/gap_max"] > 1e-5 and row["router/replayed"] > 0.6 for row in rows)
+    assert sum(row["router/disagreement"] for row in rows) > 0
+    path = tmp_path / "tiny.yaml"
+    with pytest.raises(ConfigError, match=r"sampler\.dtype is bfloat16, but under engine\.adapter"):
+        plan(load_recipe(path, ["grpo={}", "sampler.dtype=bfloat16", "engine.adapter.rank=4"]), path)
+
+
 def test_terms_for_even_load(tmp_path: Path) -> None:
     rows = run(tmp_path, "grpo", router={"balance_coefficient": 0.1, "z_coefficient": 0.01})
     assert all(0.9 < row["router/balance"] < 2.0 and row["router/z"] > 0 for row in rows)

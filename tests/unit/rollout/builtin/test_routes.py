@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from strop.errors import EngineError
 from strop.models.attention import PackedAttention
 from strop.models.loading import LanguageModel
 from strop.models.moe import Routing, find_routers
@@ -150,3 +151,17 @@ def test_turns_append_to_a_segment() -> None:
     expected = routed(model, segment.tokens).experts_TLK
     assert np.array_equal(segment.routes.experts_TLK[:35], expected[:35])
     assert (segment.routes.experts_TLK[35] == -1).all()
+
+
+def test_a_coarser_sampler_takes_the_trainers_weights_in_its_own_format() -> None:
+    model, trained = tiny_model("qwen3_moe", torch.bfloat16), tiny_model("qwen3_moe", seed=1)
+    plain = sampler_of(model)
+    with pytest.raises(EngineError, match="float32 but the model has"):
+        asyncio.run(plain.load_weights(trained.state(), 1))
+    casting = BuiltinSampler(model, max_running=2, cache_tokens=64, casts=True)
+    asyncio.run(casting.load_weights(trained.state(), 1))
+    own = dict(model.state())
+    assert all(torch.equal(own[name], tensor.to(torch.bfloat16)) for name, tensor in trained.state())
+    with pytest.raises(EngineError, match="unknown x"):
+        asyncio.run(casting.load_weights([*trained.state(), ("x", torch.zeros(1))], 2))
+    check(model, [tokens(5)], ask(casting, (tokens(5), asked(6))))
