@@ -46,7 +46,6 @@ def variant(file: Path) -> Short:
 
 RUNS = (
     Short(name="scratch", recipe="scratch.yaml", stage="grpo", margin=0.5),
-    Short(name="ppo", recipe="ppo.yaml", stage="ppo", margin=0.2),
     Short(name="dpo", recipe="dpo.yaml", stage="dpo", margin=0.1),
     Short(name="reward_model", recipe="reward_model.yaml", stage="reward_model", margin=0.3),
     Short(

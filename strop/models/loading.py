@@ -205,13 +205,14 @@ def load_model(
         hf_config = AutoConfig.from_pretrained(folder)
         refuse_unpackable(hf_config)
         head = load_value_head(folder) if value_head is ValueHead.LOADED else None
-        module, info = AutoModelForCausalLM.from_pretrained(
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
             folder,
             config=hf_config,
             dtype=dtype,
             attn_implementation=strop_attention.NAME,
             output_loading_info=True,
         )
+        module, info = loaded
         refuse_missing(module, folder, info["missing_keys"], value_model=value_head is not None)
     nn.Module.to(module, device=device, dtype=dtype)
     model = prepare(module, impl)

@@ -6,7 +6,6 @@ import asyncio
 import os
 import signal
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,6 +15,7 @@ from strop.algos.losses import ClippedSurrogate, PolicyInputs
 from strop.config.parallel import ParallelConfig
 from strop.config.recipe import EngineConfig
 from strop.data.dummy import dummy_of
+from strop.data.packing import Batch
 from strop.engines.base import OptimParams
 from strop.engines.build import build_engine
 from strop.errors import ConfigError, EngineError
@@ -114,7 +114,17 @@ def test_a_dummy_has_every_field_and_trains_nothing() -> None:
     """G04, H12."""
     batch = pack(sequences(3), temperature=0.5)
     inputs = PolicyInputs(behavior_logprobs_T=torch.zeros(len(batch)), advantages_T=torch.ones(len(batch)))
-    dummy = dummy_of(replace(batch, inputs=inputs, ids_TK=torch.zeros((len(batch), 2), dtype=torch.int64)))
+    whole: Batch[PolicyInputs] = Batch(
+        tokens_T=batch.tokens_T,
+        targets_T=batch.targets_T,
+        mask_T=batch.mask_T,
+        weights_T=batch.weights_T,
+        layout=batch.layout,
+        inputs=inputs,
+        temperature_T=batch.temperature_T,
+        ids_TK=torch.zeros((len(batch), 2), dtype=torch.int64),
+    )
+    dummy = dummy_of(whole)
     assert dummy.layout == Layout((1,)) and dummy.targets_T.tolist() == [-1] and not dummy.mask_T.any()
     assert dummy.weights_T.tolist() == [0.0] and dummy.temperature_T is not None and len(dummy.temperature_T) == 1
     assert dummy.ids_TK is not None and dummy.ids_TK.shape == (1, 2)
@@ -154,7 +164,9 @@ def test_a_rank_that_hangs_is_named_within_bounded_time() -> None:
 
     make = partial(tiny_rank, "qwen3", torch.float32, config)
     engine = RemoteEngine(ProcessRanks([make, make], timeout_s=20), SHAPES["data2"])
-    engine._ranks._timeout_s = 3.0
+    ranks = engine._ranks
+    assert isinstance(ranks, ProcessRanks)
+    ranks._timeout_s = 3.0
     stopped = children(engine)
     os.kill(stopped[0], signal.SIGSTOP)
     with pytest.raises(RankError, match=r"rank 0, 1 did not answer forward within 3 s|rank 0 did not answer"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import importlib
 import json
 import os
 import signal
@@ -16,7 +17,7 @@ import pytest
 import torch
 
 pytest.importorskip("ray", reason="needs strop[ray]")
-import ray
+ray: Any = importlib.import_module("ray")
 
 from strop import recipe as runner
 from strop.config.loader import load_recipe
