@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import importlib
 import json
 import os
 import signal
@@ -14,10 +13,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+import ray as ray_library
 import torch
-
-pytest.importorskip("ray", reason="needs strop[ray]")
-ray: Any = importlib.import_module("ray")
 
 from strop import recipe as runner
 from strop.config.loader import load_recipe
@@ -28,6 +25,7 @@ from strop.rollout.base import Sampler
 from strop.rollout.build import build_sampler
 from strop.rollout.ray import RaySampler
 from strop.rollout.router import Router, SamplerLost
+from strop.rollout.transfer import Outbox, size_of
 from strop.runtime.ranks import RankError
 from strop.runtime.ray import RayRanks, connect
 from strop.runtime.remote_engine import RemoteEngine
@@ -37,6 +35,7 @@ from tests.conformance.test_engine import DEFAULT, TOLERANCE, Scaled, assert_clo
 from tests.tiny_models import tiny_model
 from tests.unit.loops.test_recipe import RECIPE
 
+ray: Any = ray_library  # its own annotations leave most of it out
 RUNTIME = RuntimeConfig(kind="ray", cpus_per_rank=0.25, timeout_s=60)
 
 
@@ -115,6 +114,39 @@ def test_a_sampler_in_an_actor_draws_what_one_here_draws() -> None:
     there.close()
 
 
+def test_an_actor_that_has_the_version_before_is_sent_what_changed() -> None:
+    """And one that missed it is sent everything; both then draw what a sampler with those weights draws."""
+    here, behind, there = tiny_sampler(), *(RaySampler(tiny_sampler, cpus=0.25, deltas=True) for _ in range(2))
+    prompt, params, outbox = (
+        Prompt(np.array([3, 4, 5], np.int32)),
+        SamplingParams(max_tokens=8, seed=5),
+        Outbox(deltas=True),
+    )
+    weights = {name: t.clone() for name, t in tiny_model("qwen3").state()}
+
+    async def work() -> None:
+        await there.load_weights(outbox.ship(weights.items()), 1)
+        for tensor in weights.values():
+            tensor.view(-1)[::100] += 1.0
+        shipment = outbox.ship(weights.items())
+        sizes = [sum(size_of(c) for b in sent for _, c in b) for sent in (shipment.changes or [], shipment.whole())]
+        assert 0 < sizes[0] < 0.1 * sizes[1]
+        asked: list[bool] = []
+        for sampler in (there, behind):
+            asked.append(await sampler._announce(2, shipment.serial - 1))
+            await sampler.load_weights(shipment, 2)
+        assert asked == [True, False]
+        await here.load_weights(weights.items(), 2)
+        expected, *drawn = [await sampler.sample(prompt, params) for sampler in (here, there, behind)]
+        for one in drawn:
+            assert np.array_equal(one.tokens, expected.tokens) and np.array_equal(one.versions, expected.versions)
+            assert np.allclose(one.logprobs, expected.logprobs, atol=1e-5)
+
+    asyncio.run(work())
+    there.close()
+    behind.close()
+
+
 def test_requests_of_a_killed_sampler_are_drawn_elsewhere() -> None:
     """No request is lost or drawn twice: as many completions as requests, each of its own seed."""
     samplers = [RaySampler(tiny_sampler, cpus=0.25) for _ in range(2)]
@@ -142,6 +174,7 @@ def test_a_recipe_through_ray_is_the_recipe_in_one_process(tmp_path: Path) -> No
     """Two ranks and two samplers as actors; the same tokens are drawn and learned from."""
     found: dict[str, list[dict[str, Any]]] = {}
     over_ray = ["engine.parallel.data=2", "engine.runtime={kind: ray, cpus_per_rank: 0.25}", "sampler.actors=2"]
+    over_ray.append("sampler.publish=delta")
     for name, more in (("here", []), ("ray", over_ray)):
         folder = tmp_path / name
         folder.mkdir()
