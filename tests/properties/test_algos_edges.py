@@ -22,7 +22,7 @@ from strop.algos.correction import (
     off_policy_accepted,
 )
 from strop.algos.distill_losses import Distillation, DistillInputs, Tail
-from strop.algos.kl import penalised_rewards
+from strop.algos.kl import Estimator, estimate, penalised_rewards
 from strop.algos.losses import (
     SAPO,
     ClippedSurrogate,
@@ -34,7 +34,7 @@ from strop.algos.losses import (
     PolicyInputs,
     PolicyLoss,
 )
-from strop.algos.preference_losses import SimPO, kto_baseline
+from strop.algos.preference_losses import KTO, SimPO, kto_baseline
 from strop.algos.value_losses import ClippedValue, ValueInputs
 from strop.algos.weighting import Weighting, token_weights
 from strop.types import Layout, Metrics, Outputs
@@ -180,17 +180,17 @@ def test_the_ratio_of_a_sequence_is_bounded_too() -> None:
 
 
 def test_what_was_left_behind_is_told() -> None:
-    """Two sequences of two tokens, both far behind; the second is bad: two of four tokens go."""
+    """Sequences of three tokens and one, both far behind; the second is bad: one of four tokens goes."""
     kept_T, metrics = off_policy_accepted(
         doubles(-3, -3, -3, -3),
         doubles(-1, -1, -1, -1),
-        doubles(1, 1, -1, -1),
-        Layout((2, 2)),
+        doubles(1, 1, 1, -1),
+        Layout((3, 1)),
         torch.ones(4, dtype=torch.bool),
         high=0.5,
     )
-    assert kept_T.tolist() == [True, True, False, False]
-    assert metrics["correction/rejected_fraction"].result == 0.5
+    assert kept_T.tolist() == [True, True, True, False]
+    assert metrics["correction/rejected_fraction"].result == 0.25
 
 
 def test_a_certain_token_has_a_finite_divergence() -> None:
@@ -206,8 +206,8 @@ def test_a_certain_token_has_a_finite_divergence() -> None:
 
 def test_of_equal_tokens_the_first_are_selected() -> None:
     for select in (selection.kl_cov, selection.top_entropy):
-        chosen_N = select(np.zeros(1000), fraction=0.02)
-        assert np.flatnonzero(chosen_N).tolist() == list(range(20))
+        chosen_N = select(np.arange(1000) % 2 * 1.0, fraction=0.02)
+        assert np.flatnonzero(chosen_N).tolist() == list(range(1, 41, 2))
 
 
 def one_token(loss: PolicyLoss, logprob: float, old: float, advantage: float) -> tuple[float, Metrics]:
@@ -260,6 +260,11 @@ def test_a_probability_on_the_edge_of_the_trust_region_is_inside() -> None:
         _, metrics = one_token(loss, logprob, old, advantage)
         assert float(loss.distance(doubles(logprob), doubles(old))[0]) == 0.5
         assert metrics["policy/clip_fraction_low"].result == metrics["policy/clip_fraction_high"].result == 0.0
+
+
+def test_k3_is_bounded_where_it_hardly_shows() -> None:
+    kl_T = estimate(Estimator.K3, doubles(-1.0), doubles(-26.0), torch.tensor([True]))
+    assert float(kl_T[0]) == pytest.approx(25.0 + math.expm1(-20.0), rel=0, abs=1e-13)
 
 
 def test_a_ratio_on_the_dual_bound_is_not_counted() -> None:
@@ -341,6 +346,8 @@ def test_smallest_settings_of_preferences() -> None:
     assert SimPO(beta=2.0, target_margin=0.0).target_margin == 0.0
     assert SimPO(beta=2.0, target_margin=0.5).target_margin == 0.5
     assert kto_baseline(0.25, 1) == 0.25
+    with pytest.raises(ValueError, match="beta must be positive"):
+        KTO(beta=0.0, baseline=0.0)
     with pytest.raises(ValueError, match=r"^KTO's baseline is a mean over texts, and there are none$"):
         kto_baseline(0.0, 0)
 
