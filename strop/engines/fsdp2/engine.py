@@ -63,17 +63,17 @@ class Fsdp2Engine:
         spread = config.parallel.ranks > 1 and model.device.type != "meta"  # a plan looks at a model without weights
         if spread and adapter is None:
             model.module.requires_grad_(trainable)
+        self._routers = Routers(model)  # before their weights are spread
         self._place: Place = Spread(model, config.parallel) if spread else Alone(model)
         self.trainable = trainable
         self._config = config
         self._adapter = adapter
         self._base = base
-        self._routers = Routers(model)
         self.capabilities = Capabilities(
             lora=not spread,
             shared_prefix=True,
             value_head=model.value_head is not None,
-            router_replay=self._routers.known,
+            router_replay=self._routers.known and config.parallel.sequence == 1,
         )
         self.data_parallel = 1
         self._scorer = Scorer(model, config, adapter, every_weight=spread)
@@ -180,6 +180,13 @@ class Fsdp2Engine:
             return
         for name, tensor in self.model.state():
             yield name, full(tensor)
+
+    def lend_weights(self) -> Iterator[tuple[str, Tensor]]:
+        if self._adapter is not None or self._spread.ranks > 1:
+            yield from self.weights()
+            return
+        self._here("lend_weights")
+        yield from self.model.state()
 
     def adapter_weights(self) -> Iterator[tuple[str, Tensor]]:
         self._here("adapter_weights")

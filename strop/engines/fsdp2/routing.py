@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import cached_property
 from typing import Any
 
 from strop.data.packing import Batch
@@ -16,20 +15,23 @@ from strop.types import Metrics, Outputs, Want
 
 
 class Routers:
-    """Of one model. They are looked for when a batch first needs them, and touched only while such a batch runs."""
+    """Of one model. They are looked at while a batch runs that needs it, and never otherwise.
+
+    What is wrong with them is an EngineError of the first such batch, not of a model that is trained without.
+    """
 
     def __init__(self, model: LanguageModel) -> None:
-        self._model = model
         self.known = has_routers(model.module)
-
-    @cached_property
-    def _found(self) -> tuple[Router, ...]:
-        if not self.known:
-            raise EngineError(
-                f"{type(self._model.module).__name__} has no routers that strop knows: it neither gives routes nor "
-                "replays them (capabilities.router_replay is false)"
-            )
-        return find_routers(self._model.module)
+        self._found: tuple[Router, ...] = ()
+        self._problem = (
+            f"{type(model.module).__name__} has no routers that strop knows: it neither gives routes nor replays them "
+            "(capabilities.router_replay is false)"
+        )
+        if self.known and model.device.type != "meta":  # a plan looks at a model without weights
+            try:
+                self._found = find_routers(model.module)
+            except EngineError as error:
+                self._problem = str(error)
 
     @contextmanager
     def around(self, batch: Batch[Any], want: Want) -> Generator[Routed]:
@@ -37,6 +39,8 @@ class Routers:
         if batch.routes is None and not want.routes and not want.router_logits:
             yield Routed(None, batch, want)
             return
+        if not self._found:
+            raise EngineError(self._problem)
         routing = Routing(self._found, len(batch), given=batch.routes, keep_logits=want.router_logits)
         with routing.bound():
             yield Routed(routing, batch, want)
