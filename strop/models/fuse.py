@@ -23,18 +23,24 @@ from strop.ops.select import Impl
 ATTENTIONS = frozenset({"LlamaAttention", "MistralAttention", "Qwen2Attention", "Qwen3Attention", "Qwen3MoeAttention"})
 
 
-def fuse(module: nn.Module, impl: Impl) -> dict[str, int]:
-    """Give every module whose shape and numbers are known strop's forward. Returns how many of each class."""
-    agreed: dict[type, bool] = {}
+def fuse(module: nn.Module, impl: Impl, agreed: frozenset[str] | None = None) -> dict[str, int]:
+    """Give every module whose shape and numbers are known strop's forward. Returns how many of each class.
+
+    `agreed` names the classes that were found to agree before, in a model that has its weights.
+    """
+    found: dict[type, bool] = {}
     replaced: dict[str, int] = {}
     for child in module.modules():
         forward = _fused_form(child, impl)
         if forward is None:
             continue
         kind = type(child)
-        if kind not in agreed:
-            agreed[kind] = isinstance(forward, _Attention) or _agrees(child, forward)
-        if agreed[kind]:
+        if kind not in found:
+            tried = agreed is None
+            found[kind] = (
+                isinstance(forward, _Attention) or _agrees(child, forward) if tried else kind.__name__ in agreed
+            )
+        if found[kind]:
             child.forward = forward
             replaced[kind.__name__] = replaced.get(kind.__name__, 0) + 1
     return replaced

@@ -67,11 +67,11 @@ PROJECTIONS: dict[str, Callable[[nn.Module, Tensor], _Projected]] = {
 }
 
 
-def hook(module: nn.Module, impl: Impl) -> dict[str, int]:
+def hook(module: nn.Module, impl: Impl, *, compare: bool = True) -> dict[str, int]:
     """Give every gated delta layer of a model our forward. Returns how many of each class.
 
-    The first layer of each class is compared with transformers' own forward on one short text; EngineError when they
-    differ. Classes are never touched, so other models in the process stay as they were.
+    With `compare` the first layer of each class is compared with transformers' own forward on one short text;
+    EngineError when they differ. Classes are never touched, so other models in the process stay as they were.
     """
     hooked: dict[str, int] = {}
     for child in module.modules():
@@ -79,7 +79,7 @@ def hook(module: nn.Module, impl: Impl) -> dict[str, int]:
         if name not in PROJECTIONS:
             continue
         forward = _GatedDeltaNet(child, PROJECTIONS[name], impl)
-        if name not in hooked:
+        if name not in hooked and compare:
             _compare(child, forward)
         child.forward = forward
         hooked[name] = hooked.get(name, 0) + 1

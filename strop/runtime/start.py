@@ -5,15 +5,21 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import partial
 
+import torch
+import torch.distributed as dist
+
 from strop.config.model import ModelConfig
 from strop.config.recipe import EngineConfig, Recipe
 from strop.engines.base import Engine
 from strop.engines.build import build_engine
 from strop.models.heads import ValueHead
-from strop.models.loading import load_model
+from strop.models.loading import DTYPES, load_model
+from strop.models.shards import share_of
 from strop.models.tokenizer import decode_with, load_tokenizer
+from strop.models.twin import empty_twin, everything, facts_of
 from strop.rollout.base import Sampler
 from strop.rollout.build import build_sampler
+from strop.rollout.transfer import Outbox
 from strop.runtime.processes import ProcessRanks
 from strop.runtime.ranks import Ranks
 from strop.runtime.remote_engine import RemoteEngine
@@ -30,15 +36,45 @@ class RankModel:
 
 
 def rank_engine(config: EngineConfig, of: RankModel, trainable: bool) -> Engine:
-    """This rank's share of the engine; every rank calls this, inside their process group."""
-    model = load_model(of.model, vocab_size=of.vocab_size, seed=of.seed, value_head=of.value_head)
-    return build_engine(config, model, trainable=trainable)
+    """This rank's share of the engine; every rank calls this, inside their process group.
+
+    The first rank reads the model and sends it, one tensor at a time; none of the others ever holds the whole.
+    """
+    first = dist.get_rank() == 0
+    if first:
+        model = load_model(of.model, vocab_size=of.vocab_size, seed=of.seed, value_head=of.value_head)
+        _tell(facts_of(model))
+    else:
+        model = empty_twin(of.model, of.vocab_size, _told())
+    whole = dict(everything(model)) if first else {}
+    engine = build_engine(config, model, trainable=trainable)
+    with torch.no_grad():
+        for name, own in everything(model):
+            sent = whole.pop(name).contiguous() if first else torch.empty(own.shape, dtype=own.dtype)
+            dist.broadcast(sent, 0)
+            own.copy_(share_of(sent, own))
+    return engine
+
+
+def _tell(text: str) -> None:
+    """Send a text to every other rank."""
+    letters = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
+    dist.broadcast(torch.tensor([len(letters)]), 0)
+    dist.broadcast(letters, 0)
+
+
+def _told() -> str:
+    size = torch.zeros(1, dtype=torch.int64)
+    dist.broadcast(size, 0)
+    letters = torch.empty(int(size), dtype=torch.uint8)
+    dist.broadcast(letters, 0)
+    return bytes(letters.tolist()).decode()
 
 
 def host_sampler(recipe: Recipe) -> Sampler:
-    """The recipe's sampler with a model of its own; called in the process that hosts it."""
+    """The recipe's sampler with a model of its own, in its own number format; called in the process that hosts it."""
     tokenizer = load_tokenizer(recipe.model)
-    model = load_model(recipe.model, vocab_size=len(tokenizer), seed=recipe.seed)
+    model = load_model(recipe.sampler.model(recipe.model), vocab_size=len(tokenizer), seed=recipe.seed)
     return build_sampler(recipe.sampler, model, decode_with(tokenizer))
 
 
@@ -49,8 +85,10 @@ def start_samplers(recipe: Recipe) -> Sampler:
     from strop.runtime.ray import connect
 
     connect(recipe.engine.runtime)
-    cpus = recipe.engine.runtime.cpus_per_rank
-    return Router([RaySampler(partial(host_sampler, recipe), cpus=cpus) for _ in range(recipe.sampler.actors)])
+    cpus, deltas = recipe.engine.runtime.cpus_per_rank, recipe.sampler.publish == "delta"
+    make = partial(host_sampler, recipe)
+    samplers = [RaySampler(make, cpus=cpus, deltas=deltas) for _ in range(recipe.sampler.actors)]
+    return Router(samplers, Outbox(deltas=deltas, dtype=DTYPES[recipe.sampler.model(recipe.model).dtype]))
 
 
 def start_engine(config: EngineConfig, of: RankModel, *, trainable: bool = True) -> RemoteEngine:
