@@ -91,7 +91,7 @@ async def train(
     evaluate: EvaluateConfig,
     run: Run,
 ) -> None:
-    """Train the judge's engine to score the tasks' chosen replies higher, for `cfg.steps` steps from where `run` stands.
+    """Train the judge's engine to score chosen replies higher, for `cfg.steps` steps from where `run` stands.
 
     Raises DataError for a task that has no two replies, EngineError after engine.max_skipped_steps skipped optimizer
     steps.
