@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
+from dataclasses import asdict, fields
 
 import pytest
 
@@ -53,7 +53,7 @@ def test_a_kind_is_its_loss_and_every_knob_of_it_is_set(kind: str) -> None:
     loss = policy_loss(GRPOConfig.model_validate({"loss": {"kind": kind, **moved}}), 0.0)
     assert type(loss) is NAMED[kind]
     assert {field.name for field in fields(loss)} - TERMS == knobs.keys()
-    assert loss == NAMED[kind](**moved)
+    assert {name: value for name, value in asdict(loss).items() if name in knobs} == moved
 
 
 @pytest.mark.parametrize(("place", "paid"), [("loss", 0.3), ("reward", 0.0)])
