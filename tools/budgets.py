@@ -20,7 +20,7 @@ FILE_MAX, FILE_P90 = 600, 400  # lines
 FUNCTION_MAX, FUNCTION_P90 = 100, 50  # lines
 LOOP_MAX = 150  # lines of one file in strop/loops
 POSITIONAL_MAX = 6  # positional parameters, self and cls aside
-FIELDS_MAX = 150  # knobs of a recipe whose loop is GRPO
+FIELDS_MAX = 150  # knobs of a default run of GRPO
 IMPORT_MAX_S = 1.0  # CPU seconds of `import strop`
 
 BROAD_EXCEPT = PurePosixPath("strop/rollout/groups.py")  # turns a failed episode into a counted outcome
@@ -276,14 +276,14 @@ seconds = time.process_time() - start
 torch = "torch" in sys.modules
 from typing import get_args
 from pydantic import BaseModel
-from strop.config.recipe import LOOPS, Recipe
+from strop.config.recipe import Recipe
 def models(kind):
     return [kind] if isinstance(kind, type) and issubclass(kind, BaseModel) else sum(map(models, get_args(kind)), [])
-def fields(model, without=()):
-    own = {name: f for name, f in model.model_fields.items() if name not in without}
-    return sum(sum(map(fields, models(f.annotation))) or 1 for f in own.values())
-others = [name for name in LOOPS if name != "grpo"]
-print(json.dumps([seconds, torch, fields(Recipe, others), "torch" in sys.modules]))
+def fields(model):
+    # a section that is null is not of the run: other loops, other samplers
+    return sum(sum(map(fields, models(f.annotation))) or 1 for name, f in model.model_fields.items()
+               if name == "grpo" or f.default is not None or not models(f.annotation))
+print(json.dumps([seconds, torch, fields(Recipe), "torch" in sys.modules]))
 """
 
 

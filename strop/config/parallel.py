@@ -41,6 +41,10 @@ class ParallelConfig(Section):
     tensor: Positive = 1
     """Ranks that share the heads of attention and the inner channels of dense feed-forward parts."""
 
+    compute: Literal["model", "bfloat16"] = "model"
+    """Arithmetic of layers over ranks: the model's own dtype, or bfloat16 over weights, gradient sums and moments that
+    keep the model's (mixed precision)."""
+
     @property
     def ranks(self) -> int:
         return self.lanes * self.lane

@@ -110,6 +110,19 @@ def test_outputs_come_back_in_order_and_whole(engines: list[RemoteEngine]) -> No
         assert torch.equal(ours.top_k_ids_TK, theirs.top_k_ids_TK)
 
 
+def test_mixed_precision_keeps_weights_and_sums_in_float32(engines: list[RemoteEngine]) -> None:
+    """bfloat16 arithmetic moves gradients by its own rounding, and nothing that is kept is of that type."""
+    texts, loss = sequences(), Scaled()
+    parallel = ParallelConfig(data=2, compute="bfloat16")
+    engines.append(over(parallel, "qwen3", torch.float32, DEFAULT))
+    assert {tensor.dtype for _, tensor in engines[0].weights()} == {torch.float32}
+    found = gradient(engines[0], [pack(texts[:3]), pack(texts[3:])], loss)
+    expected = gradient(build_engine(DEFAULT, tiny_model("qwen3", torch.float32)), [pack(texts)], loss)
+    scale = max(float(t.abs().max()) for t in expected.values())
+    worst = max(float((expected[name] - found[name]).abs().max()) for name in expected)
+    assert 1e-5 * scale < worst < 0.05 * scale
+
+
 def test_a_dummy_has_every_field_and_trains_nothing() -> None:
     """G04, H12."""
     batch = pack(sequences(3), temperature=0.5)

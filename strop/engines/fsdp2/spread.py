@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from transformers.modeling_layers import GradientCheckpointingLayer
 
@@ -24,9 +24,10 @@ from strop.config.parallel import ParallelConfig
 from strop.data.packing import Batch
 from strop.engines.fsdp2.tensor_parallel import split_heads
 from strop.engines.fsdp2.ulysses import UlyssesAttention, gather_rows
-from strop.errors import EngineError
+from strop.errors import ConfigError, EngineError
 from strop.models.attention import AttentionContext, PackedAttention
 from strop.models.loading import LanguageModel
+from strop.ops.select import Impl
 from strop.types import Layout, Outputs
 
 T = TypeVar("T")
@@ -131,7 +132,14 @@ class Spread:
         )
         partial = split_heads(model, mesh["tensor"]) if config.tensor > 1 else []
         root = _Root(model.module)
-        shard(root, mesh["shards"] if config.replicas == 1 else mesh["replicas", "shards"])
+        if config.compute == "bfloat16" and model.impl is Impl.NATIVE:
+            raise ConfigError(
+                "engine.parallel.compute is bfloat16, and native kernels are float32: set model.kernels=torch"
+            )
+        precision = MixedPrecisionPolicy(
+            param_dtype=torch.bfloat16 if config.compute == "bfloat16" else None, reduce_dtype=model.dtype
+        )
+        shard(root, mesh["shards"] if config.replicas == 1 else mesh["replicas", "shards"], precision)
         self._root = root
         self._tensor = mesh.get_group("tensor")
         self._partial = [model.module.get_parameter(name) for name in partial]
@@ -214,11 +222,11 @@ class _Root(nn.Module):
         return compute()
 
 
-def shard(root: nn.Module, mesh: DeviceMesh) -> None:
+def shard(root: nn.Module, mesh: DeviceMesh, precision: MixedPrecisionPolicy) -> None:
     """Each layer and the rest by itself: gathered when it is computed, its gradient summed, never averaged."""
     for layer in [child for child in root.modules() if isinstance(child, GradientCheckpointingLayer)]:
-        fully_shard(layer, mesh=mesh)
-    fully_shard(root, mesh=mesh, reshard_after_forward=False)
+        fully_shard(layer, mesh=mesh, mp_policy=precision)
+    fully_shard(root, mesh=mesh, mp_policy=precision, reshard_after_forward=False)
     for child in root.modules():
         if isinstance(child, FSDPModule):
             child.set_gradient_divide_factor(1.0)
