@@ -44,7 +44,7 @@ def gated_delta_rule(
 
     Raises ValueError when shapes do not fit the layout or each other.
     """
-    _check(q_TJC, k_TJC, v_THC, decay_TH, beta_TH, layout, start_SHCC)
+    _check(q_TJC, k_TJC, v_THC, decay_TH, beta_TH, layout=layout, start_SHCC=start_SHCC)
     wide = torch.float64 if v_THC.dtype == torch.float64 else torch.float32
     start_SHCC = None if start_SHCC is None else start_SHCC.to(wide)
     inputs = (*(x.to(wide) for x in (q_TJC, k_TJC, v_THC, decay_TH, beta_TH)), start_SHCC)
@@ -81,7 +81,7 @@ def recurrent_gated_delta_rule(
     start_SHCC: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The definition, token by token, in the dtype of its inputs: what `gated_delta_rule` is held to."""
-    _check(q_TJC, k_TJC, v_THC, decay_TH, beta_TH, layout, start_SHCC)
+    _check(q_TJC, k_TJC, v_THC, decay_TH, beta_TH, layout=layout, start_SHCC=start_SHCC)
     G = v_THC.shape[1] // k_TJC.shape[1]
     q_THC, k_THC = q_TJC.repeat_interleave(G, 1), k_TJC.repeat_interleave(G, 1)
     empty_HCC = v_THC.new_zeros((v_THC.shape[1], k_TJC.shape[2], v_THC.shape[2]))
@@ -107,6 +107,7 @@ def _check(
     v_THC: Tensor,
     decay_TH: Tensor,
     beta_TH: Tensor,
+    *,
     layout: Layout,
     start_SHCC: Tensor | None,
 ) -> None:

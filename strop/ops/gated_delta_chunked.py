@@ -50,7 +50,7 @@ class GatedDelta(torch.autograd.Function):
         if impl is Impl.TRITON:
             from strop.ops import gated_delta_triton
 
-            out_THC, ends_SHCC, states, w_NJGMC, inverse = gated_delta_triton.forward(*inputs, chunks, keep=keep)
+            out_THC, ends_SHCC, states, w_NJGMC, inverse = gated_delta_triton.forward(*inputs, chunks=chunks, keep=keep)
         else:
             inside = _Inside.of(cut, q_TJC, k_TJC, decay_TH, beta_TH)
             inverse = inside.inverse()

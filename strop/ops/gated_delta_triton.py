@@ -30,8 +30,8 @@ def forward(
     decay_TH: Tensor,
     beta_TH: Tensor,
     start_SHCC: Tensor | None,
-    chunks: Chunks,
     *,
+    chunks: Chunks,
     keep: bool,
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor, Tensor]:
     """Outputs [T, H, C_v], final states [S, H, C, C_v], states before each chunk [N, J, C, G * C_v] if kept,
