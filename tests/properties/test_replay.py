@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from strop.algos.losses import masked_mean
+from strop.config.adapter import AdapterConfig
 from strop.config.recipe import EngineConfig
 from strop.data.packing import Batch
 from strop.engines.fsdp2.engine import Fsdp2Engine
@@ -407,3 +408,37 @@ def test_router_logits_come_with_their_graph(family: str, config: EngineConfig) 
         gradient, expected = one.module.get_parameter("weight").grad, two.module.get_parameter("weight").grad
         assert gradient is not None and expected is not None
         assert float(expected.abs().max()) > 0 and torch.equal(gradient, expected)
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3", "gpt_oss"])
+def test_routes_of_one_format_are_replayed_in_another(family: str) -> None:
+    """H07: the same rows in bfloat16, float32 and float64; no format takes a path of its own."""
+    of = batch()
+    given = taken(engine(family, dtype=torch.bfloat16), of)
+    for dtype in (torch.float32, torch.float64):
+        assert np.array_equal(
+            taken(engine(family, dtype=dtype), replace(of, routes=given)).experts_TLK, given.experts_TLK
+        )
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3"])
+def test_an_adapter_replays_over_a_base_that_chooses_for_itself(family: str) -> None:
+    """The reference is the same module without the adapter: its pass neither takes nor leaves routes."""
+    of = batch()
+    base = Fsdp2Engine(prepare(tiny(family, 0), Impl.TORCH), CONFIGS["checkpointed"], trainable=False)
+    kinds = {"rank": 4, "targets": ["attention", "experts"]}
+    at = base.adapter("a", AdapterConfig.model_validate(kinds))
+    with torch.no_grad():
+        for name, parameter in at.model.module.named_parameters():
+            if "lora_" in name:
+                parameter.normal_(0.0, 0.3)
+    own, bare = taken(at, of), taken(base, of)
+    assert not np.array_equal(own.experts_TLK, bare.experts_TLK)
+    plain, gradients, _ = learn(at, [of])
+    replayed, again, metrics = learn(at, [replace(of, routes=own)])
+    assert torch.equal(plain[0].logprobs_T, replayed[0].logprobs_T) and metrics["router/disagreement"] == 0.0
+    assert gradients.keys() == again.keys() and all("lora_" in name for name in gradients)
+    assert all(torch.equal(gradient, again[name]) for name, gradient in gradients.items())
+    foreign = learn(at, [replace(of, routes=bare)], Want(routes=True))[0][0].routes
+    assert foreign is not None and np.array_equal(foreign.experts_TLK, bare.experts_TLK)
+    assert np.array_equal(taken(base, of).experts_TLK, bare.experts_TLK)
