@@ -154,6 +154,9 @@ class SamplerConfig(Section):
     actors: NonNegative = 0
     """Samplers in processes of their own, as actors of the Ray cluster at engine.runtime.address; 0 draws in this
     process."""
+    publish: Literal["full", "delta"] = "full"
+    """What actors are sent when weights change: all of them, or what changed in each, in the format of `dtype`, where
+    that is less; for `delta` the trainer and every actor keep a copy in host memory to compare with."""
     max_running: Positive = 256
     """Requests decoded together."""
     cache_tokens: Positive = 65_536
@@ -161,6 +164,10 @@ class SamplerConfig(Section):
     max_gap: Annotated[float, Field(gt=0)] = 1e-3
     """Stop when the sampler's logprobs and the trainer's, for the same tokens and weights, differ by more than this
     anywhere."""
+
+    def model(self, trained: ModelConfig) -> ModelConfig:
+        """The model that it draws with: the trained one, in its own number format."""
+        return trained if self.dtype == "model" else trained.model_copy(update={"dtype": self.dtype})
 
 
 class DrawConfig(Section):
@@ -301,6 +308,11 @@ class Recipe(Section):
         if self.sampler.actors and (self.engine.adapter.rank or self.reward_model is not None):
             problems.append(
                 "sampler.actors hold whole models that speak: set it to 0 for adapters and reward models"
+            )
+        if self.sampler.publish == "delta" and not self.sampler.actors:
+            problems.append(
+                "sampler.publish is delta, but a sampler in this process copies the weights: set it to full, or set "
+                "sampler.actors"
             )
         if ranks > 1 and self.ppo is not None:
             problems.append(

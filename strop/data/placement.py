@@ -26,7 +26,10 @@ def cost(lengths_S: NDArray[np.integer], prefix_lengths_S: NDArray[np.integer]) 
 
 
 def place(cost_B: Int64s, size_B: Int64s, *, capacity: int, multiple: int) -> tuple[Int64s, int]:
-    """A bin for every bundle: (bin_B, number of bins), the bins numbered from the costliest to the cheapest.
+    """A bin for every bundle: (bin_B, number of bins). Bin b is for rank b % multiple, in round b // multiple.
+
+    The costliest bins are in the first round, and so on, so that ranks that wait for one another in every round lose
+    little; within a round the rank with the least so far takes the costliest, so that ranks' sums are alike too.
 
     Bundles go, costliest first, into the least loaded bin with room for them (Graham's longest-processing-time rule,
     at most 4/3 of the best possible maximum where room does not bind). The number of bins is the smallest multiple of
@@ -45,9 +48,14 @@ def place(cost_B: Int64s, size_B: Int64s, *, capacity: int, multiple: int) -> tu
     bin_B = np.empty_like(sorted_B)
     bin_B[order_B] = sorted_B
     load = np.bincount(bin_B, weights=cost_B.astype(np.float64), minlength=bins)
-    rank = np.empty(bins, np.int64)
-    rank[np.argsort(-load, kind="stable")] = np.arange(bins)
-    return rank[bin_B], bins
+    by_load = np.argsort(-load, kind="stable").reshape(-1, multiple)
+    place_of = np.empty(bins, np.int64)
+    sums = np.zeros(multiple)
+    for first, dealt in zip(range(0, bins, multiple), by_load, strict=True):
+        ranks = np.argsort(sums, kind="stable")
+        place_of[dealt] = first + ranks
+        sums[ranks] += load[dealt]
+    return place_of[bin_B], bins
 
 
 def _round_up(count: int, multiple: int) -> int:

@@ -157,6 +157,11 @@ class Engine(Protocol):
         """Full tensors under Hugging Face names, one at a time, each a tensor that training does not write to."""
         ...
 
+    def lend_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """The same to be read at once: they may be the engine's own, and hold only until it is asked for something
+        else."""
+        ...
+
     async def save(self, folder: Path) -> None:
         """Write weights and optimizer state into an existing, empty folder."""
         ...

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from strop.errors import ConfigError, RolloutError, StropError
 from strop.rollout.base import Sampler
 from strop.rollout.router import SamplerLost
-from strop.rollout.transfer import Entry, Incoming, buckets
+from strop.rollout.transfer import Bucket, Inbox, Shipment
 from strop.types import Completion, Float32s, Prompt, SamplingParams
 
 try:
@@ -26,12 +26,12 @@ MakeSampler = Callable[[], Sampler]
 class _Host:
     """Inside the actor: a sampler, and the weights that are arriving."""
 
-    def __init__(self, make: MakeSampler) -> None:
+    def __init__(self, make: MakeSampler, keeps: bool) -> None:
         import torch
 
         torch.set_num_threads(1)
         self._sampler = make()
-        self._arriving: Incoming | None = None
+        self._inbox = Inbox(keeps=keeps)
 
     async def facts(self) -> tuple[int, bool]:
         return self._sampler.version, self._sampler.serves_adapter
@@ -42,20 +42,17 @@ class _Host:
     async def score(self, prompt: Prompt) -> Float32s:
         return await self._sampler.score(prompt)
 
-    async def begin(self, version: int) -> None:
-        self._arriving = Incoming(version)
+    async def begin(self, version: int, base: int | None) -> bool:
+        return self._inbox.begin(version, base)
 
-    async def put(self, bucket: list[tuple[Entry, Tensor]]) -> None:
+    async def put(self, bucket: Bucket) -> None:
         """Take weights in; nothing is served from them before `end`."""
-        if self._arriving is None:
-            raise RolloutError("weights arrived that nobody announced")
-        self._arriving.put(bucket)
+        self._inbox.put(bucket)
 
-    async def end(self, count: int) -> None:
-        arrived, self._arriving = self._arriving, None
-        if arrived is None:
-            raise RolloutError("weights ended that nobody announced")
-        await self._sampler.load_weights(arrived.end(count), arrived.version)
+    async def end(self, count: int, serial: int) -> None:
+        version, weights = self._inbox.end(count)
+        await self._sampler.load_weights(iter(weights.items()), version)
+        self._inbox.used(serial, weights)
 
     async def sleep(self) -> None:
         await self._sampler.sleep()
@@ -68,9 +65,9 @@ class RaySampler:
     """A `Sampler` in an actor. What goes wrong with a request is raised as it was; an actor that is gone is
     SamplerLost."""
 
-    def __init__(self, make: MakeSampler, *, cpus: float = 1.0, gpus: float = 0.0) -> None:
-        actor = ray.remote(_Host)
-        self._actor: Any = actor.options(num_cpus=cpus, num_gpus=gpus or None, max_concurrency=100_000).remote(make)
+    def __init__(self, make: MakeSampler, *, cpus: float = 1.0, gpus: float = 0.0, deltas: bool = False) -> None:
+        options = ray.remote(_Host).options(num_cpus=cpus, num_gpus=gpus or None, max_concurrency=100_000)
+        self._actor: Any = options.remote(make, deltas)
         self._version, self.serves_adapter = ray.get(self._actor.facts.remote())
 
     @property
@@ -84,13 +81,22 @@ class RaySampler:
         return await self._ask(self._actor.score.remote(prompt))
 
     async def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
-        await self._ask(self._actor.begin.remote(version))
-        count = 0
-        for bucket in buckets(weights):
-            count += len(bucket)
-            await self._ask(self._actor.put.remote(bucket))
-        await self._ask(self._actor.end.remote(count))
+        """What changed since the shipment before, where the actor has that one; else all of it."""
+        shipment = weights if isinstance(weights, Shipment) else Shipment(weights)
+        if (changes := shipment.changes) is not None and await self._announce(version, shipment.serial - 1):
+            await self._send(changes, shipment)
+        else:
+            await self._announce(version, None)
+            await self._send(shipment.whole(), shipment)
         self._version = version
+
+    async def _announce(self, version: int, base: int | None) -> bool:
+        return await self._ask(self._actor.begin.remote(version, base))
+
+    async def _send(self, buckets: Iterable[Bucket], shipment: Shipment) -> None:
+        for bucket in buckets:
+            await self._ask(self._actor.put.remote(bucket))
+        await self._ask(self._actor.end.remote(len(shipment), shipment.serial))
 
     async def sleep(self) -> None:
         await self._ask(self._actor.sleep.remote())

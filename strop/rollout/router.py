@@ -7,12 +7,14 @@ drawing is drawn elsewhere: a request's result depends on its own seed, so nothi
 from __future__ import annotations
 
 import asyncio
+import heapq
 import logging
 from collections.abc import Callable, Coroutine, Iterable, Sequence
 from typing import TYPE_CHECKING, TypeVar
 
 from strop.errors import RolloutError
 from strop.rollout.base import Sampler
+from strop.rollout.transfer import Outbox
 from strop.types import Completion, Float32s, Prompt, SamplingParams
 
 if TYPE_CHECKING:
@@ -32,13 +34,16 @@ class SamplerLost(RolloutError):
 class Router:
     """A `Sampler` over others that serve the same policy."""
 
-    def __init__(self, samplers: Sequence[Sampler]) -> None:
+    def __init__(self, samplers: Sequence[Sampler], outbox: Outbox | None = None) -> None:
         if not samplers:
             raise RolloutError("a router needs at least one sampler")
         self._samplers = list(samplers)
+        self._outbox = Outbox() if outbox is None else outbox
         self._load = [0] * len(samplers)
+        self._idlest = [(0, i) for i in range(len(samplers))]
+        """A heap of (load, sampler) with every sampler's load as it is, and loads that it had before."""
         self._lost: dict[int, str] = {}
-        self._homes: dict[bytes, int] = {}  # where texts that begin so were drawn last, of this version
+        self._homes: dict[int, int] = {}  # where texts that begin so were drawn last, of this version
 
     @property
     def version(self) -> int:
@@ -61,9 +66,9 @@ class Router:
 
     async def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
         """Every sampler takes them; one that is lost meanwhile is left out, and no other serves two versions."""
-        held = list(weights)
+        shipment = self._outbox.ship(weights)
         self._homes.clear()  # caches do not outlive an update
-        await self._everywhere(lambda sampler: sampler.load_weights(held, version))
+        await self._everywhere(lambda sampler: sampler.load_weights(shipment, version))
 
     async def sleep(self) -> None:
         await self._everywhere(lambda sampler: sampler.sleep())
@@ -77,26 +82,39 @@ class Router:
             raise RolloutError(f"no sampler is left: {'; '.join(f'{i}: {why}' for i, why in self._lost.items())}")
         return alive
 
-    def _choose(self, home: bytes) -> int:
-        alive = self._alive()
-        idlest = min(alive, key=lambda i: self._load[i])
+    def _choose(self, home: int) -> int:
+        """The sampler of this text if it is not too busy, else the idlest. The time does not grow with their number."""
+        heap = self._idlest
+        while heap and (heap[0][1] in self._lost or heap[0][0] != self._load[heap[0][1]]):
+            heapq.heappop(heap)
+        if not heap:
+            self._alive()  # raises: nobody is
         known = self._homes.get(home)
-        if known is not None and known in alive and self._load[known] <= self._load[idlest] + SLACK:
+        if known is not None and known not in self._lost and self._load[known] <= heap[0][0] + SLACK:
             return known
-        return idlest
+        return heap[0][1]
+
+    def _add_load(self, i: int, change: int) -> None:
+        self._load[i] += change
+        if i in self._lost:
+            return
+        heapq.heappush(self._idlest, (self._load[i], i))
+        if len(self._idlest) > 8 * len(self._load) + 64:  # most of it is loads of the past
+            self._idlest = [(load, i) for i, load in enumerate(self._load) if i not in self._lost]
+            heapq.heapify(self._idlest)
 
     async def _somewhere(self, prompt: Prompt, ask: Callable[[Sampler], Coroutine[object, object, T]]) -> T:
-        home = prompt.tokens[:STICKY_TOKENS].tobytes()
+        home = hash(prompt.tokens[:STICKY_TOKENS].tobytes())
         while True:
             chosen = self._choose(home)
             self._homes[home] = chosen
-            self._load[chosen] += 1
+            self._add_load(chosen, 1)
             try:
                 return await ask(self._samplers[chosen])
             except SamplerLost as error:
                 self._lose(chosen, error)
             finally:
-                self._load[chosen] -= 1
+                self._add_load(chosen, -1)
 
     async def _everywhere(self, ask: Callable[[Sampler], Coroutine[object, object, None]]) -> None:
         alive = self._alive()

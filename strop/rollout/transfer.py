@@ -1,8 +1,10 @@
 """Weights on their way to another process: announced, sent in buckets, checked at the other end, used all at once.
 
-    tensors -> entries (name, shape, dtype, checksum) and bytes -> begin, put, put, ..., end -> tensors
+    tensors -> Shipment: entries (name, shape, dtype, checksum) and bytes -> begin, put, put, ..., end -> tensors
 
-A receiver has what it had until `end` finds everything there and right.
+What is sent is all of it, or what changed since the shipment that the receiver has, whichever is less for each tensor;
+a receiver that has another one, or none, says so, and gets all. It has what it had until `end` finds everything there
+and right: the checksum is of the whole tensor, also where only changes came.
 """
 
 from __future__ import annotations
@@ -10,13 +12,17 @@ from __future__ import annotations
 import zlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
 from strop.errors import EngineError
+from strop.rollout.delta import Delta, apply_deltas, delta_of
 
 BUCKET_BYTES = 64 << 20
+_WORDS = 1024  # 64-bit words in a row of the checksum
+_ROWS = 256  # rows that are read from memory once and summed twice
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +32,11 @@ class Entry:
     name: str
     shape: tuple[int, ...]
     dtype: str
-    checksum: int  # CRC-32 of its bytes, so that NaN is told from NaN too
+    checksum: int  # of its bytes, so that NaN is told from NaN too
+
+
+Content = Tensor | Delta
+Bucket = list[tuple[Entry, Content]]
 
 
 def entry_of(name: str, tensor: Tensor) -> Entry:
@@ -34,18 +44,40 @@ def entry_of(name: str, tensor: Tensor) -> Entry:
 
 
 def checksum(tensor: Tensor) -> int:
-    """CRC-32 of a tensor's bytes."""
-    flat = tensor.detach().cpu().contiguous().view(-1)
-    return zlib.crc32(memoryview(flat.view(torch.uint8).numpy())) if flat.numel() else 0
+    """32 bits of a tensor's bytes, at the speed of memory.
+
+    The bytes are rows of 64-bit words, which are summed by row and by column; the sums, and what fills no row, go
+    through CRC-32. Any one changed word changes a sum, and so do any two that change places.
+    """
+    flat = tensor.detach().contiguous().view(-1)
+    if not flat.numel():
+        return 0
+    if flat.storage_offset() * flat.element_size() % 8:
+        flat = flat.clone()
+    raw = flat.view(torch.uint8)
+    whole = raw.numel() // (8 * _WORDS) * (8 * _WORDS)
+    found = 0
+    if whole:
+        words = raw[:whole].view(torch.int64).view(-1, _WORDS)
+        by_column = torch.zeros(_WORDS, dtype=torch.int64, device=words.device)
+        for rows in words.split(_ROWS):
+            by_column += rows.sum(0)
+            found = zlib.crc32(_bytes(rows.sum(1)), found)
+        found = zlib.crc32(_bytes(by_column), found)
+    return zlib.crc32(_bytes(raw[whole:]), found)
 
 
-def buckets(weights: Iterable[tuple[str, Tensor]], size: int = BUCKET_BYTES) -> Iterator[list[tuple[Entry, Tensor]]]:
-    """Tensors with their entries, some megabytes at a time."""
-    bucket: list[tuple[Entry, Tensor]] = []
+def _bytes(tensor: Tensor) -> memoryview:
+    return memoryview(tensor.cpu().view(torch.uint8).numpy())
+
+
+def buckets(parts: Iterable[tuple[Entry, Content]], size: int = BUCKET_BYTES) -> Iterator[Bucket]:
+    """Entries with what is sent of them, some megabytes at a time."""
+    bucket: Bucket = []
     held = 0
-    for name, tensor in weights:
-        bucket.append((entry_of(name, tensor), tensor))
-        held += tensor.nbytes
+    for entry, content in parts:
+        bucket.append((entry, content))
+        held += size_of(content)
         if held >= size:
             yield bucket
             bucket, held = [], 0
@@ -53,16 +85,96 @@ def buckets(weights: Iterable[tuple[str, Tensor]], size: int = BUCKET_BYTES) -> 
         yield bucket
 
 
-class Incoming:
-    """The receiving end of one version."""
+def size_of(content: Content) -> int:
+    """Bytes that it takes to send."""
+    return content.num_bytes if isinstance(content, Delta) else content.nbytes
 
-    def __init__(self, version: int) -> None:
+
+class Shipment:
+    """One set of weights, ready to be sent to any number of receivers: to be read as it is, or in buckets.
+
+    `serial` counts shipments of one outbox; `before` are the weights of the one before, when changes may be sent.
+    """
+
+    def __init__(
+        self, weights: Iterable[tuple[str, Tensor]], serial: int = 0, before: dict[str, Tensor] | None = None
+    ) -> None:
+        self.serial = serial
+        self._weights = list(weights)
+        self._before = before
+
+    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+        return iter(self._weights)
+
+    def __len__(self) -> int:
+        return len(self._weights)
+
+    @cached_property
+    def _entries(self) -> list[Entry]:
+        return [entry_of(name, tensor) for name, tensor in self._weights]
+
+    def whole(self) -> Iterator[Bucket]:
+        """All of every tensor."""
+        return buckets((entry, tensor) for entry, (_, tensor) in zip(self._entries, self._weights, strict=True))
+
+    @cached_property
+    def changes(self) -> list[Bucket] | None:
+        """For receivers of the shipment before: of each tensor what changed, or all where that is less.
+
+        None when there was none before, or it had other names, shapes or formats.
+        """
+        before = self._before
+        if before is None or [_form(n, t) for n, t in before.items()] != [_form(n, t) for n, t in self._weights]:
+            return None
+        return list(buckets(self._changed(before)))
+
+    def _changed(self, before: dict[str, Tensor]) -> Iterator[tuple[Entry, Content]]:
+        for entry, (name, tensor) in zip(self._entries, self._weights, strict=True):
+            delta = delta_of(name, before[name], tensor)
+            yield entry, delta if delta.num_bytes < tensor.nbytes else tensor
+
+
+def _form(name: str, tensor: Tensor) -> tuple[str, tuple[int, ...], torch.dtype]:
+    return name, tuple(tensor.shape), tensor.dtype
+
+
+class Outbox:
+    """Makes shipments. With `deltas` it keeps a copy of the last one, to know what changed.
+
+    `dtype` is what receivers compute in, when that is not what arrives here: numbers of a coarser format are fewer
+    bytes, and far fewer of them change in a step.
+    """
+
+    def __init__(self, *, deltas: bool = False, dtype: torch.dtype | None = None) -> None:
+        self._deltas = deltas
+        self._dtype = dtype
+        self._serial = 0
+        self._last: dict[str, Tensor] | None = None
+
+    def ship(self, weights: Iterable[tuple[str, Tensor]]) -> Shipment:
+        self._serial += 1
+        shipment = Shipment(self._cast(weights), self._serial, self._last)
+        if self._deltas:
+            self._last = {name: tensor.detach().cpu().clone() for name, tensor in shipment}
+        return shipment
+
+    def _cast(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        for name, tensor in weights:
+            yield name, tensor.to(self._dtype) if self._dtype is not None and tensor.is_floating_point() else tensor
+
+
+class Incoming:
+    """The receiving end of one version. `held` are the weights of the shipment that changes are relative to."""
+
+    def __init__(self, version: int, held: dict[str, Tensor] | None = None) -> None:
         self.version = version
+        self._held = held or {}
         self._tensors: dict[str, Tensor] = {}
 
-    def put(self, bucket: list[tuple[Entry, Tensor]]) -> None:
+    def put(self, bucket: Bucket) -> None:
         """Take tensors in. EngineError for one that is not what its entry says, or that came before."""
-        for entry, tensor in bucket:
+        for entry, content in bucket:
+            tensor = self._changed(entry, content) if isinstance(content, Delta) else content
             found = entry_of(entry.name, tensor)
             if found != entry:
                 raise EngineError(f"weight {entry.name} of version {self.version} arrived as {found}, sent as {entry}")
@@ -70,10 +182,64 @@ class Incoming:
                 raise EngineError(f"weight {entry.name} of version {self.version} came twice")
             self._tensors[entry.name] = tensor
 
-    def end(self, count: int) -> Iterator[tuple[str, Tensor]]:
+    def _changed(self, entry: Entry, delta: Delta) -> Tensor:
+        was = self._held.get(entry.name)
+        if was is None:
+            raise EngineError(f"changes of weight {entry.name} came for version {self.version}, which is not here")
+        if not len(delta.indices_N):
+            return was
+        changed = was.clone()
+        apply_deltas({delta.name: changed}, [delta])
+        return changed
+
+    def end(self, count: int) -> dict[str, Tensor]:
         """All of them, when there are as many as were sent. EngineError when not."""
         if len(self._tensors) != count:
             raise EngineError(
                 f"version {self.version}: {len(self._tensors)} weights arrived of the {count} that were sent"
             )
-        return iter(self._tensors.items())
+        return self._tensors
+
+
+class Inbox:
+    """Where the shipments for one sampler arrive: at most one is on its way, and one that failed is gone.
+
+    With `keeps` a copy of the last one stays, for changes to be relative to.
+    """
+
+    def __init__(self, *, keeps: bool = False) -> None:
+        self._keeps = keeps
+        self._arriving: Incoming | None = None
+        self._serial: int | None = None
+        self._held: dict[str, Tensor] | None = None
+
+    def begin(self, version: int, base: int | None) -> bool:
+        """Announce a version: all of it, or what changed since the shipment `base`. False when that one is not here:
+        then nothing is announced."""
+        self._arriving = None
+        if base is not None and (base != self._serial or self._held is None):
+            return False
+        self._arriving = Incoming(version, None if base is None else self._held)
+        return True
+
+    def put(self, bucket: Bucket) -> None:
+        arriving = self._take()
+        arriving.put(bucket)
+        self._arriving = arriving
+
+    def end(self, count: int) -> tuple[int, dict[str, Tensor]]:
+        """(version, all of its weights), checked. Whoever has made use of them says `used`."""
+        arriving = self._take()
+        return arriving.version, arriving.end(count)
+
+    def used(self, serial: int, weights: dict[str, Tensor]) -> None:
+        if self._keeps:
+            old = self._held or {}
+            self._held = {n: t if t is old.get(n) else t.clone() for n, t in weights.items()}  # not the wire's buffer
+            self._serial = serial
+
+    def _take(self) -> Incoming:
+        arriving, self._arriving = self._arriving, None
+        if arriving is None:
+            raise EngineError("weights arrived that nobody announced")
+        return arriving

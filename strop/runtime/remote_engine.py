@@ -67,6 +67,9 @@ class RemoteEngine:
         while bucket := self._ranks.call("next_weights", [()] * self._ranks.size)[0]:
             yield from bucket
 
+    def lend_weights(self) -> Iterator[tuple[str, Tensor]]:
+        return self.weights()
+
     def adapter_weights(self) -> Iterator[tuple[str, Tensor]]:
         raise EngineError("adapters are not trained over several ranks yet; set engine.parallel to 1 rank")
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -182,7 +182,7 @@ class Fsdp2Engine:
             yield name, full(tensor)
 
     def lend_weights(self) -> Iterator[tuple[str, Tensor]]:
-        if self._adapter is not None or self._spread.ranks > 1:
+        if self._adapter is not None or self._place.ranks > 1:
             yield from self.weights()
             return
         self._here("lend_weights")
@@ -209,7 +209,10 @@ class Fsdp2Engine:
         """One file, whole tensors in it, written by the first rank: another number of ranks can read it."""
         whole = {name: on_first_rank(tensor) for name, tensor in tensors.items()}
         if is_first_rank():
-            save_file({name: t for name, t in whole.items() if t is not None}, file, metadata=metadata)
+            try:
+                save_file({name: t for name, t in whole.items() if t is not None}, file, metadata=metadata)
+            except SafetensorError as error:
+                raise CheckpointError(f"{file} cannot be written: {error}") from error
         self._place.wait()
 
     async def load(self, folder: Path) -> None:

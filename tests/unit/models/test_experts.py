@@ -18,7 +18,7 @@ from strop.models.experts import FAMILIES as NAMED
 from strop.models.experts import Form, Order, export_experts, import_experts, join_gate_up, split_gate_up
 from strop.models.patterns import chosen
 from strop.rollout.builtin.sampler import BuiltinSampler
-from strop.weights.delta import apply_deltas, deltas
+from strop.rollout.delta import apply_deltas, deltas
 from strop.weights.publish import publish
 from tests.tiny_models import EXPERT_MODELS, FAMILIES, tiny_model
 

@@ -150,3 +150,28 @@ def test_every_sampler_gets_all_weights_of_a_version() -> None:
 def test_nobody_is_no_router() -> None:
     with pytest.raises(RolloutError, match="at least one"):
         Router([])
+
+
+def test_the_idlest_is_found_among_many_as_a_full_search_would() -> None:
+    """Whatever ends in whatever order, and whoever is lost."""
+
+    async def work() -> None:
+        rng, count = np.random.default_rng(0), 50
+        samplers = [Slow(i) for i in range(count)]
+        router = Router(samplers)
+        loads, lost = [0] * count, set[int]()
+        for n in range(5000):
+            chosen = router._choose(-1)
+            assert loads[chosen] == min(load for i, load in enumerate(loads) if i not in lost), n
+            router._add_load(chosen, 1)
+            loads[chosen] += 1
+            while sum(loads) > 80:
+                done = int(rng.choice(np.flatnonzero(loads)))
+                router._add_load(done, -1)
+                loads[done] -= 1
+            if n % 500 == 499:
+                lost.add(chosen)
+                router._lose(chosen, SamplerLost("gone"))
+        assert len(router._idlest) < 9 * count + 64
+
+    asyncio.run(work())

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from strop.errors import EngineError
-from strop.weights.delta import Delta, apply_deltas, deltas
+from strop.rollout.delta import Delta, apply_deltas, deltas
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float64, torch.float16, torch.int8, torch.int64)
 NAN, OTHER_NAN = 0x7FC00000, 0x7FC00001

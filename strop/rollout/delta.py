@@ -47,14 +47,17 @@ def deltas(before: Mapping[str, Tensor], weights: Iterable[tuple[str, Tensor]]) 
                 f"{name} was {tuple(was.shape)} {was.dtype} and is {tuple(tensor.shape)} {tensor.dtype}: send it whole"
             )
         seen.add(name)
-        changed_N = (_bits(was) != _bits(tensor).to(was.device)).nonzero()[:, 0]
-        if len(changed_N):
-            values_N = tensor.detach().reshape(-1)[changed_N.to(tensor.device)].clone()
-            yield Delta(
-                name=name, shape=tuple(tensor.shape), dtype=tensor.dtype, indices_N=changed_N, values_N=values_N
-            )
+        if len((delta := delta_of(name, was, tensor)).indices_N):
+            yield delta
     if missing := sorted(before.keys() - seen):
         raise EngineError(f"{', '.join(missing[:5])}: the receiver has these weights, and nothing was said of them")
+
+
+def delta_of(name: str, was: Tensor, tensor: Tensor) -> Delta:
+    """What changed between two tensors of one shape and format; nothing, perhaps."""
+    changed_N = (_bits(was) != _bits(tensor).to(was.device)).nonzero()[:, 0]
+    values_N = tensor.detach().reshape(-1)[changed_N.to(tensor.device)].clone()
+    return Delta(name=name, shape=tuple(tensor.shape), dtype=tensor.dtype, indices_N=changed_N, values_N=values_N)
 
 
 @torch.no_grad()

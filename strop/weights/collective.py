@@ -1,0 +1,226 @@
+"""Weights from one process to many over torch.distributed: one broadcast reaches them all, over gloo or NCCL.
+
+    header (what comes, with checksums) -> a bucket of bytes -> ... -> end -> everybody: is all right? -> load
+
+Rank 0 of a process group of its own sends, every other rank receives. All take part in every exchange, whatever goes
+wrong: an error is kept until the end, where all learn of it and nobody serves the version.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from strop.errors import EngineError, StropError
+from strop.rollout.base import Sampler
+from strop.rollout.transfer import Entry, Incoming, entry_of
+
+BUCKET_BYTES = 8 << 20
+_ALIGNED = 16  # bytes: where a tensor may begin in a bucket
+
+Group = dist.ProcessGroup
+
+
+class Sender:
+    """Rank 0 of `group`; `device` is where the group's backend takes tensors from."""
+
+    def __init__(self, group: Group, device: str = "cpu", bucket_bytes: int = BUCKET_BYTES) -> None:
+        self._wire = _Wire(group, torch.device(device))
+        self._bucket_bytes = bucket_bytes
+
+    def send(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
+        """Give every receiver these weights, and wait until all serve them. One bucket is on its way while the next is
+        made. Raises EngineError when a receiver does not have all of it, or cannot use it; what `weights` raises too.
+        """
+        count, error = 0, None
+        self._wire.announce({"version": version})
+        try:
+            for bucket in self._buckets(weights):
+                entries = [entry_of(name, tensor) for name, tensor in bucket]
+                self._wire.wait()
+                self._wire.announce({"entries": [asdict(entry) for entry in entries]})
+                self._wire.start(_joined([tensor for _, tensor in bucket], self._wire.device))
+                count += len(bucket)
+        except (StropError, RuntimeError, ValueError) as raised:
+            error = raised
+        self._wire.wait()
+        self._wire.announce({"count": count if error is None else None})
+        arrived = self._wire.agree(error is None)
+        if error is not None:
+            raise error
+        if not arrived:
+            raise EngineError(f"version {version} did not arrive whole at every sampler: see what they raised")
+        if not self._wire.agree(True):
+            raise EngineError(f"version {version} arrived, and not every sampler could load it: see what they raised")
+
+    def _buckets(self, weights: Iterable[tuple[str, Tensor]]) -> Iterable[list[tuple[str, Tensor]]]:
+        bucket: list[tuple[str, Tensor]] = []
+        held = 0
+        for name, tensor in weights:
+            bucket.append((name, tensor))
+            held += tensor.nbytes
+            if held >= self._bucket_bytes:
+                yield bucket
+                bucket, held = [], 0
+        if bucket:
+            yield bucket
+
+
+@dataclass(frozen=True, slots=True)
+class Arrived:
+    """A version, whole and checked here and everywhere. Its tensors lie in buffers that the next version overwrites:
+    whoever keeps them copies them, as a sampler's `load_weights` does."""
+
+    version: int
+    weights: dict[str, Tensor]
+
+
+class Receiver:
+    """Any other rank of `group`: it must receive whenever rank 0 sends."""
+
+    def __init__(self, group: Group, device: str = "cpu") -> None:
+        self._wire = _Wire(group, torch.device(device))
+        self._buffers: list[Tensor] = []
+
+    async def load(self, sampler: Sampler) -> None:
+        """Receive a version and have the sampler serve it. Raises what went wrong, here or elsewhere; then the sampler
+        serves what it did before."""
+        arrived = self.receive()
+        error: StropError | None = None
+        try:
+            await sampler.load_weights(iter(arrived.weights.items()), arrived.version)
+        except StropError as raised:
+            error = raised
+        self._wire.agree(error is None)
+        if error is not None:
+            raise error
+
+    def receive(self) -> Arrived:
+        """Wait for a version. Raises EngineError when it did not arrive whole at every receiver."""
+        version = int(self._wire.hear()["version"])
+        incoming, error, pending, bucket = Incoming(version), None, list[tuple[Entry, Tensor]](), 0
+        while "entries" in (said := self._wire.hear()):
+            entries = [Entry(e["name"], tuple(e["shape"]), e["dtype"], e["checksum"]) for e in said["entries"]]
+            buffer = self._buffer(bucket, sum(map(_room, entries)))
+            self._wire.start(buffer)
+            error = error or _take(incoming, pending)  # while the next one is on its way
+            self._wire.wait()
+            pending, bucket = _cut(buffer, entries), bucket + 1
+        error = error or _take(incoming, pending)
+        weights: dict[str, Tensor] = {}
+        if said["count"] is None:
+            error = error or EngineError(f"version {version} was given up by the engine that sent it")
+        if error is None:
+            try:
+                weights = incoming.end(int(said["count"]))
+            except EngineError as raised:
+                error = raised
+        everywhere = self._wire.agree(error is None)
+        if error is not None:
+            raise error
+        if not everywhere:
+            raise EngineError(f"version {version} is whole here and not everywhere: it is not served")
+        return Arrived(version, weights)
+
+    def _buffer(self, index: int, size: int) -> Tensor:
+        """One for each bucket of a version, used again for the next version: memory that is new is slow."""
+        if index == len(self._buffers):
+            self._buffers.append(torch.empty(0, dtype=torch.uint8, device=self._wire.device))
+        if self._buffers[index].numel() != size:
+            self._buffers[index] = torch.empty(size, dtype=torch.uint8, device=self._wire.device)
+        return self._buffers[index]
+
+
+class _Wire:
+    """Exchanges of a group, in one order on all ranks. Rank 0 speaks."""
+
+    def __init__(self, group: Group, device: torch.device) -> None:
+        self._group, self.device = group, device
+        self._flying: tuple[dist.Work, Tensor] | None = None
+
+    def announce(self, message: dict[str, Any]) -> None:
+        data = torch.frombuffer(bytearray(json.dumps(message).encode()), dtype=torch.uint8).to(self.device)
+        self._broadcast(torch.tensor([data.numel()], device=self.device))
+        self._broadcast(data)
+
+    def hear(self) -> dict[str, Any]:
+        size = torch.zeros(1, dtype=torch.int64, device=self.device)
+        self._broadcast(size)
+        data = torch.empty(int(size), dtype=torch.uint8, device=self.device)
+        self._broadcast(data)
+        return json.loads(bytes(data.cpu().numpy()))
+
+    def start(self, data: Tensor) -> None:
+        """Begin to exchange bytes; `data` is not touched before `wait`."""
+        if data.numel():
+            work = dist.broadcast(data, group=self._group, group_src=0, async_op=True)
+            assert work is not None
+            self._flying = (work, data)
+
+    def wait(self) -> None:
+        if self._flying is not None:
+            self._flying[0].wait()
+            if self.device.type == "cuda":  # a wait of NCCL's only orders streams
+                torch.cuda.current_stream(self.device).synchronize()
+            self._flying = None
+
+    def agree(self, fine: bool) -> bool:
+        """Whether all say so."""
+        said = torch.tensor([int(fine)], device=self.device)
+        dist.all_reduce(said, dist.ReduceOp.MIN, group=self._group)
+        return bool(said.item())
+
+    def _broadcast(self, data: Tensor) -> None:
+        dist.broadcast(data, group=self._group, group_src=0)
+
+
+def _take(incoming: Incoming, bucket: list[tuple[Entry, Tensor]]) -> EngineError | None:
+    try:
+        incoming.put(list(bucket))
+    except EngineError as error:
+        return error
+    return None
+
+
+def _room(entry: Entry) -> int:
+    size = _dtype(entry).itemsize
+    for length in entry.shape:
+        size *= length
+    return -(-size // _ALIGNED) * _ALIGNED
+
+
+def _dtype(entry: Entry) -> torch.dtype:
+    found = torch.__dict__.get(entry.dtype)
+    if not isinstance(found, torch.dtype):
+        raise EngineError(f"weight {entry.name} was sent as {entry.dtype}, which is no number format of torch's")
+    return found
+
+
+def _joined(tensors: list[Tensor], device: torch.device) -> Tensor:
+    """Their bytes in order, each where a number of any format may begin; one that needs no filling is sent in place."""
+    flat = [tensor.detach().contiguous().view(-1).view(torch.uint8).to(device) for tensor in tensors]
+    parts: list[Tensor] = []
+    for raw in flat:
+        short = -raw.numel() % _ALIGNED
+        parts += [raw, raw.new_zeros(short)] if short else [raw]
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def _cut(buffer: Tensor, entries: list[Entry]) -> list[tuple[Entry, Tensor]]:
+    found: list[tuple[Entry, Tensor]] = []
+    start = 0
+    for entry in entries:
+        dtype, room = _dtype(entry), _room(entry)
+        count = 1
+        for length in entry.shape:
+            count *= length
+        raw = buffer[start : start + count * dtype.itemsize]
+        found.append((entry, raw.view(dtype).view(entry.shape)))
+        start += room
+    return found
