@@ -15,6 +15,7 @@ from rich.console import Console
 
 from strop.config.recipe import Recipe
 from strop.parts import POLICY, Parts, build_parts
+from strop.runtime.ranks import RankError
 from strop.stages import run_loops
 from strop.track.live import live_view
 from strop.track.report import write_report
@@ -27,12 +28,21 @@ from strop.weights.publish import publish
 
 def train(recipe: Recipe, recipe_path: Path, *, resume: bool) -> int:
     """Run the recipe's loops, export the best model, write the report, print what changed. Returns the exit code."""
-    asyncio.run(_train(recipe, recipe_path, resume=resume))
+    console = Console()
+    for left in range(recipe.run.restarts, -1, -1):
+        try:
+            asyncio.run(_train(recipe, recipe_path, console, resume=resume))
+        except RankError as error:
+            if not left:
+                raise
+            console.print(f"[bold]from the newest checkpoint on[/bold], restarts left: {left - 1}; {error}")
+            resume = True
+        else:
+            break
     return 0
 
 
-async def _train(recipe: Recipe, recipe_path: Path, *, resume: bool) -> None:
-    console = Console()
+async def _train(recipe: Recipe, recipe_path: Path, console: Console, *, resume: bool) -> None:
     folder = Path(recipe.run.folder)
     parts = build_parts(recipe, recipe_path.parent)
     console.print(

@@ -22,6 +22,7 @@ from strop.config.policy import AsyncGRPOConfig, GRPOConfig
 from strop.config.ppo import PPOConfig
 from strop.config.preferences import DPOConfig, RewardModelConfig
 from strop.config.section import Fraction, GroupName, NonNegative, Plain, Positive, Section
+from strop.config.vllm import VllmConfig
 
 
 class RendererConfig(Section):
@@ -146,8 +147,11 @@ class EngineConfig(Section):
 class SamplerConfig(Section):
     """What draws the attempts."""
 
-    kind: Literal["builtin"] = "builtin"
-    """Which sampler draws: `builtin` batches continuously over the trainer's own model code, in this process."""
+    kind: Literal["builtin", "vllm"] = "builtin"
+    """Which sampler draws: `builtin` batches continuously over the trainer's own model code, in this process; `vllm` is
+    vLLM in a process and a Python of its own."""
+    vllm: VllmConfig = VllmConfig()
+    """How vLLM is started or reached, for kind vllm."""
     dtype: Literal["model", "float32", "bfloat16"] = "model"
     """The number format that it draws in; `model` is the trainer's. A coarser one draws from a slightly other policy:
     see max_gap, and a loop's ratio_to, correction and router_replay."""
@@ -213,6 +217,8 @@ class RunConfig(Section):
     """Steps between checkpoints; 0 keeps only the last, and the best."""
     keep: Positive = 2
     """Newest checkpoints to keep."""
+    restarts: NonNegative = 0
+    """Times that a run goes on from its newest checkpoint by itself after a rank of its engine was lost."""
     samples_per_step: NonNegative = 4
     """Attempts written to samples.jsonl at each step."""
     tensorboard: bool = False
@@ -292,6 +298,21 @@ class Recipe(Section):
         }
         return {name: loop for name, loop in named.items() if loop is not None}
 
+    def _vllm_conflicts(self) -> list[str]:
+        problems: list[str] = []
+        if bool(self.sampler.vllm.python) == bool(self.sampler.vllm.address):
+            problems.append(
+                "sampler.kind is vllm: set sampler.vllm.python to the Python of an environment that has vLLM, or "
+                "sampler.vllm.address to where one was started, and not both"
+            )
+        if self.sampler.vllm.address and not self.sampler.vllm.key_file:
+            problems.append("sampler.vllm.address is set: set sampler.vllm.key_file, whose text both ends know")
+        if self.engine.adapter.rank or self.reward_model is not None:
+            problems.append(
+                "sampler.kind vllm holds a whole model that speaks: set it to builtin for adapters and reward models"
+            )
+        return problems
+
     def conflicts(self) -> list[str]:
         """What the loops ask of each other and of the tasks, and do not get: a sentence each."""
         problems: list[str] = []
@@ -306,9 +327,7 @@ class Recipe(Section):
                 f"engine.parallel means {ranks} ranks, which train the whole model: set engine.adapter.rank to 0"
             )
         if self.sampler.actors and (self.engine.adapter.rank or self.reward_model is not None):
-            problems.append(
-                "sampler.actors hold whole models that speak: set it to 0 for adapters and reward models"
-            )
+            problems.append("sampler.actors hold whole models that speak: set it to 0 for adapters and reward models")
         if self.sampler.publish == "delta" and not self.sampler.actors:
             problems.append(
                 "sampler.publish is delta, but a sampler in this process copies the weights: set it to full, or set "
@@ -318,6 +337,8 @@ class Recipe(Section):
             problems.append(
                 f"engine.parallel means {ranks} ranks, over which ppo's critic is not spread yet: set it to 1 rank"
             )
+        if self.sampler.kind == "vllm":
+            problems.extend(self._vllm_conflicts())
         if self.reward_model is not None and len(self.loops()) > 1:
             problems.append(
                 "reward_model makes a model that gives scores and no text, so it is the only loop of its recipe: take "

@@ -11,6 +11,7 @@ import asyncio
 import logging
 import multiprocessing
 import signal
+import sys
 import tempfile
 import time
 import traceback
@@ -158,4 +159,11 @@ async def _serve(pipe: Connection[Any, Any], server: RankServer) -> None:
             method, arguments = pipe.recv()
         except EOFError:
             return
-        pipe.send(await server.answer(method, arguments))
+        found: Answer | None = None
+        try:
+            found = await server.answer(method, arguments)
+        finally:
+            if found is None:  # this ends the rank, which says why before it goes
+                unforeseen = RuntimeError(f"rank {server.rank} ends: {sys.exception()!r}")
+                pipe.send(Answer(error=unforeseen, traceback=traceback.format_exc()))
+        pipe.send(found)

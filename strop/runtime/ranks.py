@@ -56,7 +56,7 @@ class RankServer:
 
     def __init__(self, engine: Engine, rank: int) -> None:
         self._engine = engine
-        self._rank = rank
+        self.rank = rank
         self._weights: Iterator[tuple[str, Tensor]] = iter(())
         self._methods: dict[str, Callable[..., Any]] = {
             "capabilities": lambda: engine.capabilities,
@@ -90,7 +90,7 @@ class RankServer:
         size = 0
         for name, tensor in self._weights:
             size += tensor.nbytes
-            bucket.append((name, tensor if self._rank == 0 else tensor[:0]))
+            bucket.append((name, tensor if self.rank == 0 else tensor[:0]))
             if size >= BUCKET_BYTES:
                 break
         return bucket

@@ -19,3 +19,14 @@ def tiny_rank(family: str, dtype: torch.dtype, config: EngineConfig, trainable: 
 
 def spread(data: int = 1, replicas: int = 1, sequence: int = 1) -> ParallelConfig:
     return ParallelConfig(data=data, replicas=replicas, sequence=sequence)
+
+
+def cramped_rank() -> Engine:
+    """A rank whose files may not grow beyond a few kilobytes, as on a disk that is full."""
+    import resource
+    import signal
+
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)  # so that a write fails with an error, as on a full disk
+    engine = tiny_rank("qwen3", torch.float32, EngineConfig(parallel=ParallelConfig(data=2)))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))
+    return engine
