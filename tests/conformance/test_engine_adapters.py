@@ -239,7 +239,7 @@ def test_a_sampler_serves_an_adapter_without_merging(family: str) -> None:
 
 @pytest.mark.parametrize("family", ["qwen3", "llama", "qwen3_moe", "gpt_oss"])
 def test_a_merged_folder_is_a_model_for_everybody(family: str, tmp_path: Path) -> None:
-    """Ties, head and experts right; the module is the same afterwards."""
+    """E08: ties, head and experts right; the module is the same afterwards."""
     model = tiny_model(family)
     base = build_engine(EngineConfig(), model, trainable=False)
     kinds = tuple(kind for kind in ("attention", "experts", "unembedding") if _has(model.module, kind))
