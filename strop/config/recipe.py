@@ -150,7 +150,7 @@ class SamplerConfig(Section):
     kind: Literal["builtin", "vllm"] = "builtin"
     """Which sampler draws: `builtin` batches continuously over the trainer's own model code, in this process; `vllm` is
     vLLM in a process and a Python of its own."""
-    vllm: VllmConfig = VllmConfig()
+    vllm: VllmConfig | None = None
     """How vLLM is started or reached, for kind vllm."""
     dtype: Literal["model", "float32", "bfloat16"] = "model"
     """The number format that it draws in; `model` is the trainer's. A coarser one draws from a slightly other policy:
@@ -299,13 +299,13 @@ class Recipe(Section):
         return {name: loop for name, loop in named.items() if loop is not None}
 
     def _vllm_conflicts(self) -> list[str]:
-        problems: list[str] = []
-        if bool(self.sampler.vllm.python) == bool(self.sampler.vllm.address):
+        vllm, problems = self.sampler.vllm, list[str]()
+        if vllm is None or bool(vllm.python) == bool(vllm.address):
             problems.append(
                 "sampler.kind is vllm: set sampler.vllm.python to the Python of an environment that has vLLM, or "
                 "sampler.vllm.address to where one was started, and not both"
             )
-        if self.sampler.vllm.address and not self.sampler.vllm.key_file:
+        elif vllm.address and not vllm.key_file:
             problems.append("sampler.vllm.address is set: set sampler.vllm.key_file, whose text both ends know")
         if self.engine.adapter.rank or self.reward_model is not None:
             problems.append(
@@ -339,6 +339,8 @@ class Recipe(Section):
             )
         if self.sampler.kind == "vllm":
             problems.extend(self._vllm_conflicts())
+        elif self.sampler.vllm is not None:
+            problems.append("sampler.vllm is given, but sampler.kind is builtin: set it to vllm, or leave it out")
         if self.reward_model is not None and len(self.loops()) > 1:
             problems.append(
                 "reward_model makes a model that gives scores and no text, so it is the only loop of its recipe: take "

@@ -6,6 +6,8 @@ from collections.abc import Callable
 
 from strop.config.adapter import AdapterConfig
 from strop.config.recipe import SamplerConfig
+from strop.config.vllm import VllmConfig
+from strop.errors import ConfigError
 from strop.models.loading import LanguageModel
 from strop.rollout.base import Sampler
 
@@ -18,8 +20,24 @@ def build_sampler(
 ) -> Sampler:
     """The sampler of `config.kind` over a model of its own; `decode` turns ids into text, for stop strings.
 
-    With an `adapter` the model may be the trainer's: the sampler adds an adapter of its own to it.
+    With an `adapter` the model may be the trainer's: the sampler adds an adapter of its own to it. vLLM is given the
+    model's architecture and weights, and the model is free again.
     """
+    if config.kind == "vllm":
+        from strop.rollout.vllm import VllmSampler
+
+        if adapter is not None:
+            raise ConfigError(
+                "sampler.kind vllm does not serve adapters: set it to builtin, or engine.adapter.rank to 0"
+            )
+        return VllmSampler.start(
+            model,
+            config.vllm or VllmConfig(),
+            max_running=config.max_running,
+            cache_tokens=config.cache_tokens,
+            decode=decode,
+            casts=config.dtype != "model",
+        )
     from strop.rollout.builtin.sampler import BuiltinSampler
 
     served = None

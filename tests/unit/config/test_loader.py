@@ -558,6 +558,8 @@ def test_every_option_reaches_the_resolved_recipe(key: str) -> None:
         given = {knob: 2 for knob, value in kinds.KNOBS[chosen].items() if value is ...}
         with_it += [f"{'.'.join(names[:-1])}={yaml12.inline({'kind': chosen} | KNOWN.get(chosen, given))}"]
     with_it = [one.replace("{loop}", names[0]) for one in with_it]
+    if key.startswith("sampler.vllm."):
+        with_it += ["sampler.vllm={}"]
     if key == "async_grpo.refills":
         with_it += ["async_grpo.max_lag=0"]
     full = FULL + BESIDE.get(names[0], "")

@@ -1,0 +1,292 @@
+"""vLLM as a Sampler: a process of another Python draws, and this is strop's end of the wire to it.
+
+    Prompt, SamplingParams -> prompt ids and numbers -> vLLM -> tokens, logprobs, versions -> Completion
+    (name, tensor) ... -> begin, put, put, ..., end -> vLLM, between two steps
+
+vLLM is never imported here: it pins other versions of what strop stands on. `vllm_host/` is its end, which adds to
+vLLM's sampler what training needs to know of each token.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import zlib
+from collections.abc import Callable, Iterable, Iterator
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from strop.config.vllm import VllmConfig
+from strop.errors import EngineError, RolloutError, StropError
+from strop.rollout.transfer import BUCKET_BYTES
+from strop.rollout.vllm_link import Link, connect
+from strop.tokens.stops import StopStrings
+from strop.types import Completion, Float32s, Prompt, SamplingParams, Stop
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from strop.models.loading import LanguageModel
+    from strop.rollout.vllm_host.frames import Message
+
+BLOCK = 32  # tokens in one block of vLLM's cache
+COLDEST = 0.01  # vLLM raises temperatures between 0 and this one, without an error
+Shape = tuple[tuple[int, ...], torch.dtype]
+
+
+class VllmSampler:
+    """A `Sampler` over one vLLM engine. `shapes` are of the weights that it takes, under Hugging Face names."""
+
+    def __init__(
+        self,
+        link: Link,
+        *,
+        shapes: dict[str, Shape],
+        max_length: int,
+        cache_tokens: int,
+        vocab_size: int,
+        decode: Callable[[list[int]], str] | None = None,
+        casts: bool = False,
+    ) -> None:
+        self._link = link
+        self._shapes = shapes
+        self._max_length = max_length
+        self._cache_tokens = cache_tokens
+        self._vocab_size = vocab_size
+        self._decode = decode
+        self._casts = casts
+        self._version = 0
+        self._running = 0
+        self._asleep = False
+
+    @classmethod
+    def start(
+        cls,
+        model: LanguageModel,
+        config: VllmConfig,
+        *,
+        max_running: int,
+        cache_tokens: int,
+        decode: Callable[[list[int]], str] | None = None,
+        casts: bool = False,
+    ) -> VllmSampler:
+        """Start or reach vLLM, and give it the model's architecture and weights, as version 0. The model is not kept.
+
+        RolloutError when vLLM does not start, or does not know the architecture.
+        """
+        max_length = min(config.max_model_len or model.max_length, model.max_length)
+        options = {
+            "dtype": str(model.dtype).removeprefix("torch."),
+            "max_model_len": min(max_length, cache_tokens),
+            "max_num_seqs": max_running,
+            "block_size": BLOCK,
+            "num_gpu_blocks_override": -(-cache_tokens // BLOCK) + 1,  # vLLM keeps one for itself
+            "enforce_eager": config.eager,
+            "tensor_parallel_size": config.tensor_parallel,
+        }
+        described = {**json.loads(model.config.to_json_string()), "architectures": [type(model.module).__name__]}
+        sampler = cls(
+            connect(config),
+            shapes={name: (tuple(tensor.shape), tensor.dtype) for name, tensor in model.state()},
+            max_length=max_length,
+            cache_tokens=cache_tokens,
+            vocab_size=model.vocab_size,
+            decode=decode,
+            casts=casts,
+        )
+        try:
+            started = sampler._link.ask({"op": "start", "options": options, "config": described})
+            started.result(config.start_timeout_s)
+            for message, body in sampler._transaction(model.state(), 0):
+                sampler._link.ask(message, body).result(config.start_timeout_s)
+        except TimeoutError as error:
+            sampler.close()
+            raise RolloutError(
+                f"vLLM was not ready after {config.start_timeout_s:g} s: see sampler.vllm.start_timeout_s"
+            ) from error
+        except StropError:
+            sampler.close()
+            raise
+        return sampler
+
+    @property
+    def version(self) -> int:
+        return self._version
+
+    @property
+    def serves_adapter(self) -> bool:
+        return False
+
+    async def sample(self, prompt: Prompt, params: SamplingParams) -> Completion:
+        self._check(prompt, params)
+        message: Message = {
+            "op": "sample",
+            "prompt": prompt.tokens.tolist(),
+            "stream": bool(params.stop_strings),
+            "params": {
+                "max_tokens": params.max_tokens,
+                "temperature": params.temperature,
+                "top_k": params.top_k,
+                "top_p": params.top_p,
+                "min_p": params.min_p,
+                "seed": params.seed % (1 << 63),
+                "stop_token_ids": list(params.stop_tokens),
+            },
+        }
+        replies: asyncio.Queue[Message | RolloutError] = asyncio.Queue()
+        loop = asyncio.get_running_loop()
+        number = self._link.tell(message, lambda reply: loop.call_soon_threadsafe(replies.put_nowait, reply))
+        self._running += 1
+        try:
+            return await self._collect(replies, params)
+        finally:
+            self._running -= 1
+            self._link.abandon(number)  # where it was cancelled, or ended by a stop string
+
+    async def score(self, prompt: Prompt) -> Float32s:
+        self._check_tokens(prompt, 1)
+        message = {"op": "score", "prompt": prompt.tokens.tolist()}
+        reply = await asyncio.wrap_future(self._link.ask(message))
+        return np.array(reply["logprobs"], np.float32)
+
+    async def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
+        for message, body in self._transaction(weights, version):
+            await asyncio.wrap_future(self._link.ask(message, body))
+        self._version = version
+
+    async def sleep(self) -> None:
+        if self._running:
+            raise RolloutError("the sampler was told to sleep while requests run; await or cancel them first")
+        await asyncio.wrap_future(self._link.ask({"op": "sleep"}))
+        self._asleep = True
+
+    async def wake(self) -> None:
+        if self._asleep:
+            await asyncio.wrap_future(self._link.ask({"op": "wake"}))
+            self._asleep = False
+
+    def close(self) -> None:
+        """End vLLM, where it was started here, or leave it."""
+        self._link.close()
+
+    async def _collect(self, replies: asyncio.Queue[Message | RolloutError], params: SamplingParams) -> Completion:
+        matcher = None
+        if params.stop_strings and self._decode is not None:
+            matcher = StopStrings(params.stop_strings, self._decode).start()
+        rows: list[tuple[int, float, float, int]] = []
+        while True:
+            reply = await replies.get()
+            if isinstance(reply, RolloutError):
+                raise reply
+            columns = (reply["tokens"], reply["logprobs"], reply["sampling_logprobs"], reply["versions"])
+            for row in zip(*columns, strict=True):
+                rows.append(row)
+                if matcher is not None and matcher.push(row[0]):
+                    return _completion(rows, params, Stop.TOKEN)
+            if reply["last"]:
+                if reply["reason"] not in ("stop", "length"):
+                    raise RolloutError(f"vLLM ended a request for {reply['reason']!r}, after {len(rows)} tokens")
+                stopped = rows[-1][0] in params.stop_tokens
+                return _completion(rows, params, Stop.TOKEN if stopped else Stop.LENGTH)
+
+    def _transaction(self, weights: Iterable[tuple[str, Tensor]], version: int) -> Iterator[tuple[Message, bytes]]:
+        """Messages to send, each when the one before it was answered. EngineError before the last one, and so before
+        anything is used, when the weights are not the model's."""
+        yield {"op": "begin", "version": version}, b""
+        missing = dict.fromkeys(self._shapes)
+        for entries, body in _buckets(self._fitting(weights)):
+            for entry in entries:
+                missing.pop(entry["name"], None)
+            yield {"op": "put", "entries": entries}, body
+        if missing:
+            names = sorted(missing)
+            raise EngineError(f"these weights are not the sampler's model: missing {', '.join(names[:5])}")
+        yield {"op": "end", "count": len(self._shapes)}, b""
+
+    def _fitting(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        for name, tensor in weights:
+            if name not in self._shapes:
+                raise EngineError(f"these weights are not the sampler's model: unknown {name}")
+            shape, dtype = self._shapes[name]
+            if self._casts and tensor.is_floating_point() and dtype.is_floating_point:
+                tensor = tensor.to(dtype)
+            if (tuple(tensor.shape), tensor.dtype) != (shape, dtype):
+                raise EngineError(f"{name} is {tuple(tensor.shape)} {tensor.dtype}, the sampler's is {shape} {dtype}")
+            yield name, tensor
+
+    def _check(self, prompt: Prompt, params: SamplingParams) -> None:
+        """Raise RolloutError for a request that cannot be run, before it is sent."""
+        if params.max_tokens < 1:
+            raise RolloutError(f"max_tokens={params.max_tokens}: a completion has at least one token")
+        if params.routes:
+            raise RolloutError("the vLLM sampler does not tell which experts were taken: leave router_replay off")
+        if params.stop_strings and self._decode is None:
+            raise RolloutError(f"stop strings {params.stop_strings} need a sampler that was given `decode`")
+        if 0 < params.temperature < COLDEST:
+            raise RolloutError(
+                f"temperature {params.temperature}: vLLM draws below {COLDEST} as at {COLDEST}; set 0 for greedy"
+            )
+        bounds = {
+            "temperature": params.temperature >= 0,
+            "top_k": params.top_k >= 0,
+            "top_p": 0 < params.top_p <= 1,
+            "min_p": 0 <= params.min_p <= 1,
+        }
+        if wrong := [name for name, holds in bounds.items() if not holds]:
+            raise RolloutError(f"{', '.join(wrong)} out of bounds in {params}")
+        self._check_tokens(prompt, params.max_tokens)
+
+    def _check_tokens(self, prompt: Prompt, max_tokens: int) -> None:
+        if self._asleep:
+            raise RolloutError("the sampler sleeps; call wake() before sample()")
+        count = len(prompt.tokens)
+        if count == 0:
+            raise RolloutError("an empty prompt has nothing to continue; give at least one token")
+        if count + max_tokens > self._max_length:
+            raise RolloutError(
+                f"a prompt of {count} tokens and max_tokens={max_tokens} need {count + max_tokens} positions; "
+                f"the model has {self._max_length}"
+            )
+        if count + max_tokens > self._cache_tokens:
+            raise RolloutError(
+                f"a prompt of {count} tokens and max_tokens={max_tokens} need a cache of {count + max_tokens} tokens; "
+                f"cache_tokens is {self._cache_tokens}"
+            )
+        low, high, last = int(prompt.tokens.min()), int(prompt.tokens.max()), self._vocab_size - 1
+        if low < 0 or high > last:
+            raise RolloutError(f"a prompt with token ids from {low} to {high}; the model has ids 0 to {last}")
+
+
+def _completion(rows: list[tuple[int, float, float, int]], params: SamplingParams, stop: Stop) -> Completion:
+    tokens, logprobs, sampling, versions = zip(*rows, strict=True)
+    if np.isnan(logprobs).any():
+        raise RolloutError("the model's logits were not finite numbers; look at its weights")
+    drawn_with = np.array(sampling, np.float32)
+    return Completion(
+        tokens=np.array(tokens, np.int32),
+        logprobs=np.array(logprobs, np.float32),
+        sampling_logprobs=drawn_with if params.temperature > 0 else np.zeros_like(drawn_with),
+        versions=np.array(versions, np.int32),
+        stop=stop,
+    )
+
+
+def _buckets(weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[list[dict[str, Any]], bytes]]:
+    """Tensors' bytes, some megabytes at a time, and what they are."""
+    entries: list[dict[str, Any]] = []
+    parts: list[bytes] = []
+    held = 0
+    for name, tensor in weights:
+        part = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+        dtype, shape = str(tensor.dtype).removeprefix("torch."), list(tensor.shape)
+        length, checksum = len(part), zlib.crc32(part)
+        entries.append({"name": name, "shape": shape, "dtype": dtype, "checksum": checksum, "length": length})
+        parts.append(part)
+        held += length
+        if held >= BUCKET_BYTES:
+            yield entries, b"".join(parts)
+            entries, parts, held = [], [], 0
+    if entries:
+        yield entries, b"".join(parts)

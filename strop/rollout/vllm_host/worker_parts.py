@@ -1,0 +1,89 @@
+# pyright: reportMissingImports=false, reportUntypedBaseClass=false
+"""Inside vLLM's worker: what strop adds to it, through `worker_extension_cls`.
+
+A sampler that reports for every token the logprob it was drawn with, the model's own at the temperature, and the
+version of the weights; and that draws token n of a request from (seed, n) alone. And weights, taken from files.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from vllm.v1.sample.sampler import Sampler
+
+COLUMNS = 2  # beside the first, of which vLLM itself says that it is the drawn token's
+GREEDY_BELOW = 1e-5  # vLLM's own bound
+
+
+class ReportingSampler(Sampler):
+    """vLLM's sampler; the places of a request's two likeliest tokens hold what strop wants to know instead."""
+
+    def __init__(self, runner: Any) -> None:
+        super().__init__(logprobs_mode="processed_logprobs")
+        self.runner = runner
+        self.version = 0
+
+    def forward(
+        self,
+        logits: torch.Tensor,
+        sampling_metadata: Any,
+        predict_bonus_token: bool = False,
+        logprobs_mode_override: Any = None,
+    ) -> Any:
+        self._reseed(sampling_metadata.generators)
+        model_NV = self._at_temperature(logits, sampling_metadata.temperature)  # vLLM scales `logits` in place
+        out = super().forward(logits, sampling_metadata, predict_bonus_token, logprobs_mode_override)
+        if sampling_metadata.max_num_logprobs == COLUMNS:
+            columns = out.logprobs_tensors.logprobs
+            columns[:, 1] = model_NV.gather(1, out.sampled_token_ids.long())[:, 0]
+            columns[:, 2] = float(self.version)
+        return out
+
+    @staticmethod
+    def _at_temperature(logits: torch.Tensor, temperature_N: torch.Tensor | None) -> torch.Tensor:
+        if temperature_N is not None:
+            scale_N = torch.where(temperature_N < GREEDY_BELOW, 1.0, temperature_N)
+            logits = logits.float() / scale_N[:, None]
+        return logits.log_softmax(-1, dtype=torch.float32)
+
+    def _reseed(self, generators: dict[int, torch.Generator]) -> None:
+        """Token n from (seed, n), whatever was computed twice, in parts, or beside others before it."""
+        batch, requests = self.runner.input_batch, self.runner.requests
+        for row, generator in generators.items():
+            request = requests[batch.req_ids[row]]
+            text = f"{request.sampling_params.seed}:{len(request.output_token_ids)}".encode()
+            generator.manual_seed(int.from_bytes(hashlib.blake2b(text, digest_size=7).digest(), "big"))
+
+
+class StropWorker:
+    """Methods that the worker gets, called by name."""
+
+    model_runner: Any
+
+    def strop_install(self) -> str:
+        """Put the sampler in; the answer is empty, or what stands against it."""
+        runner = self.model_runner
+        if type(runner.sampler) is not Sampler:
+            return f"vLLM runs {type(runner).__module__}: set VLLM_USE_V2_MODEL_RUNNER=0 where its host is started"
+        runner.sampler = ReportingSampler(runner)
+        return ""
+
+    def strop_load(self, files: list[str], version: int) -> int:
+        """Take a whole model's weights from safetensors files, in place."""
+        tensors = read_tensors([Path(file) for file in files])
+        self.model_runner.reload_weights(weights_iterator=tensors)
+        self.model_runner.sampler.version = version
+        return version
+
+
+def read_tensors(files: list[Path]) -> Iterator[tuple[str, torch.Tensor]]:
+    for file in files:
+        with safe_open(file, framework="pt") as opened:
+            names = opened.keys()
+            for name in names:
+                yield name, opened.get_tensor(name)

@@ -1,0 +1,419 @@
+"""strop's end of the wire to vLLM, against a host that is no vLLM; `make vllm` runs the real one."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import socket
+import threading
+import zlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from strop.config.vllm import VllmConfig
+from strop.errors import ConfigError, EngineError, RolloutError
+from strop.rollout.router import Router, SamplerLost
+from strop.rollout.vllm import VllmSampler
+from strop.rollout.vllm_host.arriving import Arriving, WeightsRefused
+from strop.rollout.vllm_host.frames import HEAD, FrameError, Message, pack, proof, proves, unpack, unpack_head
+from strop.rollout.vllm_link import Link, connect, receive
+from strop.types import Completion, Prompt, SamplingParams, Stop
+
+WAITS, REFUSES, HANGS_UP, BREAKS = 90, 91, 92, 93  # first tokens of prompts that the host takes as orders
+WEIGHTS = {
+    "a": torch.arange(6.0).view(2, 3),
+    "b": torch.tensor(2.0),
+    "c": torch.zeros(0),
+    "d": torch.ones(3).bfloat16(),
+}
+
+
+class FakeHost:
+    """Answers as a host does, in a thread: token n of a request is its seed + n, with logprob -n."""
+
+    def __init__(self, wire: socket.socket, folder: Path) -> None:
+        self.wire, self.folder = wire, folder
+        self.heard: list[Message] = []
+        self.version = 0
+        self.loaded: dict[str, torch.Tensor] = {}
+        self.arriving: Arriving | None = None
+        self.thread = threading.Thread(target=self.run, daemon=True)
+        self.thread.start()
+
+    def run(self) -> None:
+        try:
+            while True:
+                length, body_length = unpack_head(receive(self.wire, HEAD.size))
+                message = unpack(receive(self.wire, length))
+                self.heard.append(message)
+                self.take(message, receive(self.wire, body_length))
+        except (EOFError, OSError):
+            self.wire.close()
+
+    def reply(self, message: Message, answer: Message, last: bool = True) -> None:
+        self.wire.sendall(pack({"id": message["id"], "last": last, **answer}))
+
+    def take(self, message: Message, body: bytes) -> None:
+        try:
+            if message["op"] == "sample":
+                self.sample(message)
+            elif message["op"] == "score":
+                self.reply(message, {"logprobs": [0.0, *(-float(t) for t in message["prompt"][1:])]})
+            elif message["op"] != "abort":
+                self.weights(message, body)
+                self.reply(message, {})
+        except WeightsRefused as error:
+            self.reply(message, {"error": str(error)})
+
+    def weights(self, message: Message, body: bytes) -> None:
+        if message["op"] == "begin":
+            self.arriving = Arriving(message["version"], self.folder)
+        elif message["op"] == "put":
+            assert self.arriving is not None
+            self.arriving.put(message["entries"], body)
+        elif message["op"] == "end":
+            assert self.arriving is not None
+            self.arriving.check(message["count"])
+            self.loaded = {n: t for file in self.arriving.files for n, t in load_file(file).items()}
+            self.version = self.arriving.version
+
+    def sample(self, message: Message) -> None:
+        order, params = message["prompt"][0], message["params"]
+        if order == HANGS_UP:
+            self.wire.shutdown(socket.SHUT_RDWR)
+        elif order == REFUSES:
+            self.reply(message, {"error": "ValueError: not today"})
+        elif order != WAITS:
+            tokens = [(params["seed"] + n) % 90 for n in range(params["max_tokens"])]
+            stops = [n for n, token in enumerate(tokens) if token in params["stop_token_ids"]]
+            tokens = tokens[: stops[0] + 1] if stops else tokens
+            rows = [{"tokens": [t], **self.numbers(n, order), "reason": None} for n, t in enumerate(tokens)]
+            for row in rows[:-1] if message["stream"] else []:
+                self.reply(message, row, last=False)
+            if not message["stream"]:
+                whole = {key: [value for row in rows for value in row[key]] for key in ("tokens", *self.numbers(0, 0))}
+                rows = [{**whole, "reason": None}]
+            self.reply(message, {**rows[-1], "reason": "stop" if stops else "length"})
+
+    def numbers(self, n: int, order: int) -> dict[str, list[float]]:
+        return {
+            "logprobs": [math.nan if order == BREAKS else -float(n)],
+            "sampling_logprobs": [-n / 2],
+            "versions": [self.version],
+        }
+
+
+def over(link: Link, **more: Any) -> VllmSampler:
+    shapes = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in WEIGHTS.items()}
+    return VllmSampler(
+        link, shapes=shapes, max_length=64, cache_tokens=48, vocab_size=96, decode=lambda ids: "".join(map(chr, ids)),
+        **more,
+    )  # fmt: skip
+
+
+@pytest.fixture
+def host(tmp_path: Path) -> Iterator[tuple[VllmSampler, FakeHost]]:
+    ours, theirs = socket.socketpair()
+    fake = FakeHost(theirs, tmp_path)
+    sampler = over(Link(ours, None))
+    yield sampler, fake
+    sampler.close()
+    fake.thread.join(5)
+
+
+def prompt(*tokens: int) -> Prompt:
+    return Prompt(np.array(tokens, np.int32))
+
+
+def sample(sampler: VllmSampler, first: int = 5, **params: Any) -> Completion:
+    return asyncio.run(sampler.sample(prompt(first, 6), SamplingParams(**{"max_tokens": 4, "seed": 65, **params})))
+
+
+def test_a_request_goes_out_and_its_columns_come_back(host: tuple[VllmSampler, FakeHost]) -> None:
+    sampler, fake = host
+    completion = sample(sampler, temperature=0.7, top_k=3, top_p=0.9, min_p=0.1, stop_tokens=(7,))
+    assert completion.tokens.tolist() == [65, 66, 67, 68]
+    assert completion.logprobs.tolist() == [0, -1, -2, -3]
+    assert completion.sampling_logprobs.tolist() == [0, -0.5, -1, -1.5]
+    assert completion.versions.tolist() == [0] * 4
+    assert completion.stop is Stop.LENGTH
+    assert fake.heard[0] == {
+        "id": 0, "op": "sample", "prompt": [5, 6], "stream": False,
+        "params": {"max_tokens": 4, "temperature": 0.7, "top_k": 3, "top_p": 0.9, "min_p": 0.1, "seed": 65,
+                   "stop_token_ids": [7]},
+    }  # fmt: skip
+
+
+def test_seeds_of_any_size_and_sign_are_ones_that_vllm_takes(host: tuple[VllmSampler, FakeHost]) -> None:
+    """vLLM takes 64 bits, and -1 as no seed at all."""
+    sampler, fake = host
+    for seed in (-1, 2**80 + 3, 0):
+        sample(sampler, seed=seed)
+    assert [message["params"]["seed"] for message in fake.heard] == [2**63 - 1, 3, 0]
+
+
+def test_greedy_tokens_were_drawn_for_certain(host: tuple[VllmSampler, FakeHost]) -> None:
+    assert sample(host[0], temperature=0.0).sampling_logprobs.tolist() == [0.0] * 4
+
+
+def test_a_stop_token_is_told_from_the_length(host: tuple[VllmSampler, FakeHost]) -> None:
+    """G14."""
+    assert sample(host[0], stop_tokens=(67,)).tokens.tolist() == [65, 66, 67]
+    assert sample(host[0], stop_tokens=(68,)).stop is Stop.TOKEN
+    assert sample(host[0], stop_tokens=(69,)).stop is Stop.LENGTH
+
+
+def test_a_stop_string_ends_the_request_at_the_host_too(host: tuple[VllmSampler, FakeHost]) -> None:
+    sampler, fake = host
+    completion = sample(sampler, max_tokens=20, stop_strings=("zz", "BC"))  # 65 is A
+    assert completion.tokens.tolist() == [65, 66, 67]
+    assert completion.stop is Stop.TOKEN
+    assert asyncio.run(sampler.score(prompt(3, 4))).tolist() == [0, -4]  # later replies of the first go nowhere
+    assert fake.heard[0]["stream"] is True
+
+
+def test_a_cancelled_request_is_aborted(host: tuple[VllmSampler, FakeHost]) -> None:
+    sampler, fake = host
+
+    async def give_up() -> None:
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.05):
+                await sampler.sample(prompt(WAITS), SamplingParams(max_tokens=4))
+        await sampler.score(prompt(1))
+
+    asyncio.run(give_up())
+    assert [m for m in fake.heard if m["op"] == "abort"] == [{"id": 1, "op": "abort", "of": 0}]
+    asyncio.run(sampler.sleep())  # nothing runs
+
+
+@pytest.mark.parametrize(
+    ("first", "params", "message"),
+    [
+        (REFUSES, {}, "not today"),
+        (BREAKS, {}, "not finite"),
+        (5, {"max_tokens": 0}, "max_tokens=0"),
+        (5, {"max_tokens": 63}, "65 positions"),
+        (5, {"max_tokens": 47}, "cache_tokens is 48"),
+        (5, {"temperature": 0.001}, "below 0.01"),
+        (5, {"temperature": -1.0}, "temperature"),
+        (5, {"top_p": 0.0}, "top_p"),
+        (96, {}, "ids 0 to 95"),
+        (5, {"routes": True}, "experts"),
+    ],
+)
+def test_what_cannot_be_drawn_is_refused_and_the_next_request_is_not(
+    host: tuple[VllmSampler, FakeHost], first: int, params: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(RolloutError, match=message) as caught:
+        sample(host[0], first, **params)
+    assert not isinstance(caught.value, SamplerLost)
+    assert len(sample(host[0]).tokens) == 4
+
+
+def test_a_host_that_is_gone_loses_what_it_was_drawing_and_a_router_draws_it_elsewhere(tmp_path: Path) -> None:
+    pairs = [socket.socketpair() for _ in range(2)]
+    hosts = [FakeHost(theirs, tmp_path) for _, theirs in pairs]
+    samplers = [over(Link(ours, None)) for ours, _ in pairs]
+
+    async def work() -> None:
+        waiting = asyncio.ensure_future(samplers[0].sample(prompt(WAITS), SamplingParams(max_tokens=4)))
+        await asyncio.sleep(0)
+        with pytest.raises(SamplerLost, match="gone"):
+            await samplers[0].sample(prompt(HANGS_UP), SamplingParams(max_tokens=4))
+        with pytest.raises(SamplerLost):
+            await waiting
+        router = Router(samplers)
+        drawn = await asyncio.gather(*(router.sample(prompt(5), SamplingParams(max_tokens=2)) for _ in range(4)))
+        assert [len(completion.tokens) for completion in drawn] == [2] * 4
+        assert list(router.lost) == [0]
+
+    asyncio.run(work())
+    assert len(hosts[1].heard) == 4
+    for sampler in samplers:
+        sampler.close()
+
+
+# Weights
+
+
+def test_weights_arrive_as_they_left_and_in_any_number_of_buckets(
+    host: tuple[VllmSampler, FakeHost], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """E02, E03, E04, E12, E13, E18: views, scalars, empty tensors, bytes of every format; one end for all buckets."""
+    sampler, fake = host
+    given = {**WEIGHTS, "a": torch.arange(6.0).view(3, 2).T, "d": torch.tensor([1.0, float("nan"), -0.0]).bfloat16()}
+    for size, buckets in ((1 << 20, 1), (1, 3)):
+        monkeypatch.setattr("strop.rollout.vllm.BUCKET_BYTES", size)
+        fake.heard.clear()
+        asyncio.run(sampler.load_weights(given.items(), 3))
+        assert [message["op"] for message in fake.heard] == ["begin", *["put"] * buckets, "end"]
+        assert fake.loaded.keys() == given.keys()
+        for name, tensor in given.items():
+            found = fake.loaded[name]
+            assert (found.shape, found.dtype) == (tensor.shape, tensor.dtype)
+            assert raw(found) == raw(tensor)
+    assert sampler.version == fake.version == 3
+    assert sample(sampler).versions.tolist() == [3] * 4
+
+
+def raw(tensor: torch.Tensor) -> bytes:
+    return tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"a": None}, "missing a"),
+        ({"e": torch.zeros(1)}, "unknown e"),
+        ({"a": torch.zeros(3, 2)}, "a is"),
+        ({"d": torch.zeros(3)}, "d is"),
+    ],
+)
+def test_wrong_weights_are_never_ended(
+    host: tuple[VllmSampler, FakeHost], change: dict[str, torch.Tensor | None], message: str
+) -> None:
+    sampler, fake = host
+    given = {name: tensor for name, tensor in {**WEIGHTS, **change}.items() if tensor is not None}
+    with pytest.raises(EngineError, match=message):
+        asyncio.run(sampler.load_weights(given.items(), 1))
+    assert "end" not in [m["op"] for m in fake.heard]
+    assert sampler.version == fake.version == 0
+
+
+def test_a_coarser_sampler_casts(tmp_path: Path) -> None:
+    ours, theirs = socket.socketpair()
+    fake, sampler = FakeHost(theirs, tmp_path), over(Link(ours, None), casts=True)
+    asyncio.run(sampler.load_weights({**WEIGHTS, "d": torch.full((3,), 1.5)}.items(), 1))
+    assert fake.loaded["d"].tolist() == [1.5] * 3
+    assert fake.loaded["d"].dtype == torch.bfloat16
+    sampler.close()
+
+
+def entry(name: str, body: bytes, **other: Any) -> dict[str, Any]:
+    told = {"name": name, "shape": [len(body)], "dtype": "uint8", "checksum": zlib.crc32(body), "length": len(body)}
+    return {**told, **other}
+
+
+@pytest.mark.parametrize(
+    ("put", "message"),
+    [
+        (lambda a: a.put([entry("x", b"abc", checksum=1)], b"abc"), "checksum"),
+        (lambda a: a.put([entry("x", b"abc")], b"ab"), "checksum"),
+        (lambda a: [a.put([entry("x", b"abc")], b"abc") for _ in range(2)], "twice"),
+        (lambda a: a.put([entry("x", b"abc", dtype="complex64")], b"abc"), "complex64"),
+        (lambda a: (a.put([entry("x", b"abc")], b"abc"), a.check(2)), "1 weights arrived of the 2"),
+    ],
+)
+def test_the_host_refuses_what_is_not_what_was_sent(
+    tmp_path: Path, put: Callable[[Arriving], Any], message: str
+) -> None:
+    with pytest.raises(WeightsRefused, match=message):
+        put(Arriving(1, tmp_path))
+
+
+def test_files_of_a_transaction_are_removed(tmp_path: Path) -> None:
+    arriving = Arriving(1, tmp_path)
+    arriving.put([entry("x", b"abc")], b"abc")
+    assert len(list(tmp_path.iterdir())) == 1
+    arriving.drop()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_sleep_is_refused_while_requests_run_and_requests_while_asleep(host: tuple[VllmSampler, FakeHost]) -> None:
+    sampler, fake = host
+
+    async def nap() -> None:
+        waiting = asyncio.ensure_future(sampler.sample(prompt(WAITS), SamplingParams(max_tokens=4)))
+        await asyncio.sleep(0)
+        with pytest.raises(RolloutError, match="while requests run"):
+            await sampler.sleep()
+        waiting.cancel()
+        await asyncio.wait([waiting])
+        await sampler.sleep()
+        with pytest.raises(RolloutError, match="wake"):
+            await sampler.sample(prompt(5), SamplingParams(max_tokens=1))
+        await sampler.wake()
+        await sampler.sample(prompt(5), SamplingParams(max_tokens=1))
+
+    asyncio.run(nap())
+    assert [m["op"] for m in fake.heard] == ["sample", "abort", "sleep", "wake", "sample"]
+
+
+# Who is at the other end
+
+
+def door(key: bytes, tmp_path: Path, honest: bool = True) -> int:
+    """A host's door on the loopback, for one caller."""
+    listener = socket.create_server(("127.0.0.1", 0))
+
+    def admit() -> None:
+        wire, _ = listener.accept()
+        wire.sendall(pack({"nonce": "n"}))
+        length, _ = unpack_head(receive(wire, HEAD.size))
+        message = unpack(receive(wire, length))
+        if proves(message["proof"], key, "strop", "n"):
+            wire.sendall(pack({"proof": proof(key if honest else b"", "host", message["nonce"])}))
+            FakeHost(wire, tmp_path)
+        else:
+            wire.sendall(pack({"error": "wrong key"}))
+        listener.close()
+
+    threading.Thread(target=admit, daemon=True).start()
+    return listener.getsockname()[1]
+
+
+@pytest.mark.parametrize(("key", "honest"), [(b"ours", True), (b"other", True), (b"ours", False)])
+def test_both_ends_prove_the_key(tmp_path: Path, key: bytes, honest: bool) -> None:
+    (tmp_path / "key").write_text("ours\n")
+    port = door(key, tmp_path, honest)
+    config = VllmConfig(address=f"127.0.0.1:{port}", key_file=str(tmp_path / "key"), start_timeout_s=5)
+    if key == b"ours" and honest:
+        sampler = over(connect(config))
+        assert len(sample(sampler).tokens) == 4
+        sampler.close()
+    else:
+        with pytest.raises(RolloutError, match=r"keys of sampler\.vllm\.key_file differ"):
+            connect(config)
+
+
+def test_nobody_at_the_address_is_told_in_time() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+    config = VllmConfig(address=f"127.0.0.1:{port}", key_file=__file__, start_timeout_s=0.2)
+    with pytest.raises(RolloutError, match="did not answer in time"):
+        connect(config)
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (VllmConfig(), "needs sampler.vllm.python"),
+        (VllmConfig(python="/no/such/python"), "cannot be run"),
+        (VllmConfig(address="127.0.0.1:1"), "key_file"),
+    ],
+)
+def test_a_host_that_cannot_be_reached_is_a_mistake_of_the_recipe(config: VllmConfig, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        connect(config)
+
+
+def test_a_host_that_ends_at_once_shows_what_it_said(tmp_path: Path) -> None:
+    python = tmp_path / "python"
+    python.write_text("#!/bin/sh\necho 'ModuleNotFoundError: No module named vllm'\nexit 3\n")
+    python.chmod(0o755)
+    with pytest.raises(RolloutError, match="status 3") as caught:
+        connect(VllmConfig(python=str(python)))
+    assert "No module named vllm" in str(caught.value)
+
+
+def test_frames_of_another_protocol_are_refused() -> None:
+    with pytest.raises(FrameError, match="another protocol"):
+        unpack_head(b"HTTP/1.1 200")
+    with pytest.raises(FrameError, match="no object"):
+        unpack(b"[1]")

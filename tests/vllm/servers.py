@@ -1,0 +1,79 @@
+"""vLLM engines that tests share: one takes half a minute to start, and any weights of its family afterwards."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from dataclasses import dataclass, field
+from typing import Any
+
+from strop.config.vllm import VllmConfig
+from strop.rollout.vllm import VllmSampler
+from tests import tiny_models
+from tests.conformance.test_sampler import Limits, decode
+from tests.tiny_models import tiny_model
+
+PYTHON = os.environ.get("VLLM_PYTHON", "")
+AT_ONCE = 2  # a test may ask for two; each takes 3 GB
+WIDER = {
+    "hidden_size": 128,
+    "head_dim": 32,
+    "intermediate_size": 128,
+    "moe_intermediate_size": 32,
+}
+"""What vLLM's kernels for processors need at least; the suite's own models have heads of 8 and 16 channels."""
+FAMILIES = {
+    "llama": {"hidden_size", "head_dim", "intermediate_size"},
+    "qwen2": {"hidden_size", "intermediate_size"},
+    "qwen3": {"hidden_size", "head_dim", "intermediate_size"},
+    "qwen3_moe": set(WIDER),
+}
+"""Each takes a start of vLLM; tied weights, biases, norms of queries and keys, and experts are among them."""
+
+
+def wider(family: str) -> dict[str, Any]:
+    """The suite's model of this family, as small as vLLM can run it."""
+    return {**tiny_models.FAMILIES[family], **{key: WIDER[key] for key in FAMILIES[family]}}
+
+
+@dataclass(slots=True)
+class Servers:
+    """Started engines by (family, limits), the least lately used first."""
+
+    started: list[tuple[tuple[str, Limits], VllmSampler]] = field(default_factory=list)
+    lent: list[VllmSampler] = field(default_factory=list)
+
+    def lend(self, family: str, seed: int, limits: Limits) -> VllmSampler:
+        """An engine of its own until `take_back`, with these weights as version 0."""
+        for place, (key, sampler) in enumerate(self.started):
+            if key == (family, limits) and sampler not in self.lent:
+                self.started.append(self.started.pop(place))
+                asyncio.run(sampler.wake())
+                asyncio.run(sampler.load_weights(tiny_model(family, seed=seed).state(), 0))
+                self.lent.append(sampler)
+                return sampler
+        free = [pair for pair in self.started if pair[1] not in self.lent]
+        if len(self.started) >= AT_ONCE and free:
+            self.started.remove(free[0])
+            free[0][1].close()
+        sampler = start(family, seed, limits)
+        self.started.append(((family, limits), sampler))
+        self.lent.append(sampler)
+        return sampler
+
+    def take_back(self) -> None:
+        self.lent.clear()
+
+    def close(self) -> None:
+        for _, sampler in self.started:
+            sampler.close()
+
+
+def start(family: str, seed: int, limits: Limits) -> VllmSampler:
+    return VllmSampler.start(
+        tiny_model(family, seed=seed),
+        VllmConfig(python=PYTHON, start_timeout_s=1800),
+        max_running=limits.max_running,
+        cache_tokens=limits.cache_tokens,
+        decode=decode,
+    )
