@@ -401,12 +401,27 @@ def _check_engine(recipe: Recipe, facts: Facts) -> None:
             f"engine.kind {engine.kind} cannot do {', '.join(lacks)}, which the recipe needs: set "
             "engine.share_prefixes to false"
         )
-    facts.problems += [
-        f"{name}.router_replay and {name}.router are for mixtures of experts; engine.kind {engine.kind} finds no "
-        f"routers that it knows in {type(facts.skeleton).__name__}: leave both at their defaults"
-        for name, loop in recipe.loops().items()
-        if loop.needs_routers and not built.capabilities.router_replay
-    ]
+    facts.problems += _router_problems(recipe, facts.skeleton, built.capabilities)
+
+
+def _router_problems(recipe: Recipe, skeleton: PreTrainedModel, can: Capabilities) -> Iterator[str]:
+    """What loops ask of routers, and neither this model, this engine nor this sampler gives."""
+    for name, loop in recipe.loops().items():
+        if loop.needs_routers and recipe.engine.parallel.sequence > 1:
+            yield (
+                f"{name}.router_replay and {name}.router need whole batches of tokens on a rank: set "
+                "engine.parallel.sequence to 1"
+            )
+        elif loop.needs_routers and not can.router_replay:
+            yield (
+                f"{name}.router_replay and {name}.router are for mixtures of experts; engine.kind {recipe.engine.kind} "
+                f"finds no routers that it knows in {type(skeleton).__name__}: leave both at their defaults"
+            )
+        if loop.needs_sampled_routes and recipe.sampler.kind != "builtin":
+            yield (
+                f"{name}.router_replay rollout needs routes, which sampler.kind {recipe.sampler.kind} has not: set "
+                f"it to recompute with {name}.ratio_to trainer, or sampler.kind to builtin"
+            )
 
 
 def _check_schedules(recipe: Recipe, skeleton: LanguageModel, facts: Facts) -> None:

@@ -91,6 +91,11 @@ class LoopConfig(Section):
         """Whether the model must be a mixture of experts."""
         return False
 
+    @property
+    def needs_sampled_routes(self) -> bool:
+        """Whether the sampler must tell which experts each token took."""
+        return False
+
 
 class SFTConfig(LoopConfig):
     """Supervised fine-tuning on the tasks' own answers (`loops/sft.py`)."""

@@ -332,6 +332,10 @@ class PolicyLoopConfig(LoopConfig):
             router.balance_coefficient or router.z_coefficient or router.measure_every
         )
 
+    @property
+    def needs_sampled_routes(self) -> bool:
+        return self.router_replay == "rollout"
+
     @model_validator(mode="after")
     def _consistent(self) -> Self:
         if self.updates_per_step > self.tasks_per_step:
