@@ -65,7 +65,7 @@ async def play(
     trajectory = Trajectory()
     trajectory.segments[-1].observe(renderer.start(messages))
     for turn in range(max_turns):
-        request = replace(params, seed=params.seed + turn)
+        request = replace(params, seed=params.seed + turn) if turn else params
         completion = await sampler.sample(Prompt(trajectory.segments[-1].tokens), request)
         trajectory.segments[-1].act(completion)
         reply = renderer.parse(completion.tokens)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
@@ -21,7 +22,8 @@ from strop.errors import EngineError, StropError
 from strop.rollout.base import Sampler
 from strop.rollout.transfer import Entry, Incoming, entry_of
 
-BUCKET_BYTES = 8 << 20
+BUCKET_BYTES = 32 << 20
+_PIECE_BYTES = 1 << 20  # tensors of so much travel from where they lie; smaller ones are joined first
 _ALIGNED = 16  # bytes: where a tensor may begin in a bucket
 
 Group = dist.ProcessGroup
@@ -43,9 +45,11 @@ class Sender:
         try:
             for bucket in self._buckets(weights):
                 entries = [entry_of(name, tensor) for name, tensor in bucket]
+                raw = [_raw(tensor, self._wire.device) for _, tensor in bucket]
+                pieces = [_joined(raw[piece]) for piece in _pieces(entries)]
                 self._wire.wait()
                 self._wire.announce({"entries": [asdict(entry) for entry in entries]})
-                self._wire.start(_joined([tensor for _, tensor in bucket], self._wire.device))
+                self._wire.start(pieces)
                 count += len(bucket)
         except (StropError, RuntimeError, ValueError) as raised:
             error = raised
@@ -108,7 +112,8 @@ class Receiver:
         while "entries" in (said := self._wire.hear()):
             entries = [Entry(e["name"], tuple(e["shape"]), e["dtype"], e["checksum"]) for e in said["entries"]]
             buffer = self._buffer(bucket, sum(map(_room, entries)))
-            self._wire.start(buffer)
+            ends = [0, *accumulate(map(_room, entries))]
+            self._wire.start([buffer[ends[p.start] : ends[p.stop]] for p in _pieces(entries)])
             error = error or _take(incoming, pending)  # while the next one is on its way
             self._wire.wait()
             pending, bucket = _cut(buffer, entries), bucket + 1
@@ -142,7 +147,7 @@ class _Wire:
 
     def __init__(self, group: Group, device: torch.device) -> None:
         self._group, self.device = group, device
-        self._flying: tuple[dist.Work, Tensor] | None = None
+        self._flying: list[tuple[dist.Work, Tensor]] = []
 
     def announce(self, message: dict[str, Any]) -> None:
         data = torch.frombuffer(bytearray(json.dumps(message).encode()), dtype=torch.uint8).to(self.device)
@@ -156,19 +161,21 @@ class _Wire:
         self._broadcast(data)
         return json.loads(bytes(data.cpu().numpy()))
 
-    def start(self, data: Tensor) -> None:
-        """Begin to exchange bytes; `data` is not touched before `wait`."""
-        if data.numel():
-            work = dist.broadcast(data, group=self._group, group_src=0, async_op=True)
-            assert work is not None
-            self._flying = (work, data)
+    def start(self, pieces: list[Tensor]) -> None:
+        """Begin to exchange bytes; they are not touched before `wait`."""
+        for data in pieces:
+            if data.numel():
+                work = dist.broadcast(data, group=self._group, group_src=0, async_op=True)
+                assert work is not None
+                self._flying.append((work, data))
 
     def wait(self) -> None:
-        if self._flying is not None:
-            self._flying[0].wait()
-            if self.device.type == "cuda":  # a wait of NCCL's only orders streams
-                torch.cuda.current_stream(self.device).synchronize()
-            self._flying = None
+        """Until what was begun is done, and not only enqueued: then buffers may be used again."""
+        for work, _ in self._flying:
+            work.wait()
+        if self._flying and self.device.type == "cuda":  # a wait of NCCL's only orders streams
+            torch.cuda.current_stream(self.device).synchronize()
+        self._flying = []
 
     def agree(self, fine: bool) -> bool:
         """Whether all say so."""
@@ -202,9 +209,19 @@ def _dtype(entry: Entry) -> torch.dtype:
     return found
 
 
-def _joined(tensors: list[Tensor], device: torch.device) -> Tensor:
-    """Their bytes in order, each where a number of any format may begin; one that needs no filling is sent in place."""
-    flat = [tensor.detach().contiguous().view(-1).view(torch.uint8).to(device) for tensor in tensors]
+def _raw(tensor: Tensor, device: torch.device) -> Tensor:
+    return tensor.detach().contiguous().view(-1).view(torch.uint8).to(device)
+
+
+def _pieces(entries: list[Entry]) -> list[slice]:
+    """Which tensors of a bucket travel together: a large one alone, small ones that follow each other."""
+    large = [_room(entry) >= _PIECE_BYTES for entry in entries]
+    starts = [i for i in range(len(entries)) if i == 0 or large[i] or large[i - 1]]
+    return [slice(start, stop) for start, stop in pairwise([*starts, len(entries)])]
+
+
+def _joined(flat: list[Tensor]) -> Tensor:
+    """Bytes in order, each tensor's where a number of any format may begin; what needs no filling stays in place."""
     parts: list[Tensor] = []
     for raw in flat:
         short = -raw.numel() % _ALIGNED
