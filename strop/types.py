@@ -38,6 +38,16 @@ class Message(TypedDict, total=False):
     name: str
 
 
+class StreamState(TypedDict):
+    """Where a task stream stands (`data/stream.py`)."""
+
+    seed: int
+    epoch: int
+    position: int  # in the epoch, of the first task that is not over
+    ended: list[int]  # numbers of later tasks that are over
+    fingerprint: int  # of the tasks
+
+
 class Stop(StrEnum):
     """Why a completion ended."""
 

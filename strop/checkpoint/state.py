@@ -9,11 +9,12 @@ from typing import Any
 from strop.checkpoint.secrets import flatten, hide_secrets
 from strop.config.recipe import Recipe
 from strop.errors import CheckpointError
+from strop.types import StreamState
 
 FORMAT = 2
 
 # Keys that may differ on resume: where things go, how they are shown, and guard rails. None of them changes a number.
-_PLAY = ("grpo", "ppo", "distill", "best_of_n")
+_PLAY = ("grpo", "async_grpo", "ppo", "distill", "best_of_n")
 _FREE = ("run.", "threads", "sampler.max_gap", "engine.max_skipped_steps", *(f"{loop}.max_failures" for loop in _PLAY))
 _ABSENT = object()
 
@@ -27,7 +28,7 @@ class RunState:
     done: bool  # that was its last step
     updates: int  # optimizer steps of that loop that were applied
     skipped_in_row: int  # optimizer steps skipped since the last applied one
-    stream: dict[str, int]  # the task stream's position
+    stream: StreamState  # the task stream's position
     carried: dict[str, float]  # numbers that the loop takes from step to step, like a coefficient that is led
     best_accuracy: float | None  # the best held-out sampled accuracy so far, over all loops
     recipe: dict[str, Any]  # the resolved recipe as dotted keys, secrets hidden
@@ -78,10 +79,14 @@ def parse_state(text: str) -> RunState:
 
 
 def _check_types(state: RunState) -> None:
-    counters = {"step": state.step, "updates": state.updates, "skipped_in_row": state.skipped_in_row} | {
-        f"stream.{name}": value for name, value in state.stream.items()
-    }
-    wrong = [f"{name} is {value!r}, not a whole number" for name, value in counters.items() if type(value) is not int]
+    counters: list[tuple[str, object]] = [
+        ("step", state.step),
+        ("updates", state.updates),
+        ("skipped_in_row", state.skipped_in_row),
+    ]
+    for name, value in state.stream.items():
+        counters += [(f"stream.{name}", one) for one in (value if isinstance(value, list) else [value])]
+    wrong = [f"{name} is {value!r}, not a whole number" for name, value in counters if type(value) is not int]
     wrong += [
         f"carried.{name} is {value!r}, not a number"
         for name, value in state.carried.items()

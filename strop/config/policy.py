@@ -367,7 +367,8 @@ class GRPOConfig(PolicyLoopConfig):
     drop_uniform_groups: bool = True
     """Leave out groups whose attempts all scored alike: they carry no signal."""
     refills: NonNegative = 0
-    """Times that new tasks are played in a step to replace groups that were dropped (DAPO's dynamic sampling)."""
+    """New tasks that a step may play to replace groups that were dropped, in multiples of tasks_per_step (DAPO's
+    dynamic sampling)."""
 
     @property
     def needs_scores(self) -> bool:
@@ -403,9 +404,15 @@ class AsyncGRPOConfig(GRPOConfig):
     max_lag: NonNegative = 1
     """Versions that a token may be behind when it is learned from: attempts of so many further steps are in the making.
     0 is `grpo`."""
+    window: Positive = 1
+    """A step takes those that end first of so many times P oldest tasks; 1 keeps their order. At most max_lag + 1."""
+    oversample: NonNegative = 0
+    """Tasks that are begun beyond what steps need: those that end last are given up. It favours short attempts."""
 
     @model_validator(mode="after")
-    def _refills_in_order(self) -> Self:
-        if self.refills and self.max_lag:
-            raise ValueError(f"refills is {self.refills}: with max_lag above 0 its tasks would be later steps'")
+    def _window_in_slots(self) -> Self:
+        if self.window > self.max_lag + 1:
+            raise ValueError(
+                f"window is {self.window}: with max_lag {self.max_lag} there are {self.max_lag + 1} steps' tasks"
+            )
         return self

@@ -2,13 +2,14 @@
 
     tasks -> an order for every epoch, from (seed, epoch) alone -> take(n) -> state() -> restore(state) -> take goes on
 
-Nothing is drawn ahead and nothing is held back, so four integers are all there is to save.
+A task has a number: how many were taken before it. What is saved is the number of the first task that is not over, and
+those of later tasks that are: a loop that plays tasks at once may end them in any order.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Sequence
 from functools import cached_property
 from hashlib import blake2b
 
@@ -17,6 +18,7 @@ from numpy.typing import NDArray
 
 from strop.data.tasks import Task
 from strop.errors import CheckpointError, DataError
+from strop.types import StreamState
 
 
 class TaskStream:
@@ -30,8 +32,9 @@ class TaskStream:
             raise DataError("there are no tasks to train on: check tasks.path, tasks.limit and tasks.holdout")
         self._tasks = tasks
         self._seed = seed
+        self._next = 0  # the number of the task to take next
+        self._ended: set[int] = set()  # numbers from there on that are over
         self._epoch = 0
-        self._position = 0  # tasks of this epoch that have been taken
         self._order = shuffled(len(tasks), seed, 0)
 
     def __len__(self) -> int:
@@ -40,25 +43,34 @@ class TaskStream:
 
     def take(self, n: int) -> list[Task]:
         """The next n tasks."""
-        taken: list[Task] = []
+        return [task for _, task in self.take_numbered(n)]
+
+    def take_numbered(self, n: int) -> list[tuple[int, Task]]:
+        """The next n tasks, each with its number in the stream."""
+        taken: list[tuple[int, Task]] = []
         while len(taken) < n:
-            if self._position == len(self._order):
-                self._start_epoch(self._epoch + 1)
-            chosen = self._order[self._position : self._position + n - len(taken)]
-            taken += [self._tasks[i] for i in chosen]
-            self._position += len(chosen)
+            if self._next not in self._ended:
+                taken.append((self._next, self._tasks[self._index(self._next)]))
+            self._ended.discard(self._next)
+            self._next += 1
         return taken
 
-    def state(self) -> dict[str, int]:
-        """Where the stream stands, for JSON; `restore` of it gives exactly the tasks that would have come next."""
+    def state(self, unfinished: Collection[int] = ()) -> StreamState:
+        """Where the stream stands, for JSON; `restore` of it gives exactly the tasks that would have come next.
+
+        With the numbers of tasks that were taken and are not over, those come first.
+        """
+        first = min(unfinished, default=self._next)
+        epoch, position = divmod(first, len(self._tasks))
         return {
             "seed": self._seed,
-            "epoch": self._epoch,
-            "position": self._position,
+            "epoch": epoch,
+            "position": position,
+            "ended": sorted((set(range(first, self._next)) | self._ended) - set(unfinished)),
             "fingerprint": self._fingerprint,
         }
 
-    def restore(self, state: Mapping[str, int]) -> None:
+    def restore(self, state: StreamState) -> None:
         """Go to where `state` was taken. Raises CheckpointError when it is of other tasks, or of another seed."""
         if state["fingerprint"] != self._fingerprint:
             raise CheckpointError(
@@ -70,16 +82,18 @@ class TaskStream:
                 f"the checkpoint drew its tasks with seed {state['seed']}, not {self._seed}: resume with that seed, or "
                 "start a new run"
             )
-        self._start_epoch(state["epoch"])
-        self._position = state["position"]
+        self._next = state["epoch"] * len(self._tasks) + state["position"]
+        self._ended = set(state["ended"])
 
     @cached_property
     def _fingerprint(self) -> int:
         return fingerprint(self._tasks)
 
-    def _start_epoch(self, epoch: int) -> None:
-        self._epoch, self._position = epoch, 0
-        self._order = shuffled(len(self._tasks), self._seed, epoch)
+    def _index(self, number: int) -> int:
+        epoch, position = divmod(number, len(self._tasks))
+        if epoch != self._epoch:
+            self._epoch, self._order = epoch, shuffled(len(self._tasks), self._seed, epoch)
+        return int(self._order[position])
 
 
 def shuffled(n: int, seed: int, epoch: int) -> NDArray[np.int64]:

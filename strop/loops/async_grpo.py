@@ -1,11 +1,11 @@
 """GRPO with attempts drawn ahead: while a step is learned from, those of the next `max_lag` steps are being drawn.
 
-    step s        attempts of s -> learn -> publish version s + 1
-    meanwhile     attempts of s + 1, ..., s + max_lag go on, over each new version: every token carries its own
+    step s        P groups -> learn -> publish version s + 1
+    meanwhile     attempts of later steps go on, over each new version: every token carries its own
 
-Slots bound the lag: (max_lag + 1) P tasks are open at the most, and a step's tasks are opened when the weights of the
-step max_lag before it are published. So no token is older than max_lag versions when it is learned from, and with
-max_lag 0 this is `grpo.py`, metric for metric. Ratios are taken to whoever drew a token; see also `correction`.
+Slots bound the lag: (max_lag + 1) P tasks are in the making at the most, and one holds its slot until weights that
+learned from it are published. So no token is older than max_lag versions when it is learned from, and with max_lag 0
+this is `grpo.py`, metric for metric. Ratios are taken to whoever drew a token; see also `correction`.
 
     P tasks per step   G attempts per task   T packed tokens
 """
@@ -65,14 +65,12 @@ async def train(
     if run.step == 0 and evaluator.tasks:
         run.record_evaluation(await evaluator.measure("async_grpo", 0))
 
-    ahead = Ahead(cfg, tasks, player, params, first=run.step)
+    ahead = Ahead(cfg, tasks, player, params)
     for step in range(run.step, cfg.steps):
-        # 1. Open the tasks of one more step, and wait for this one's attempts. Most of the wait was over before.
+        # 1. Begin new tasks in the slots that are free, and wait for P that may be taken. Most had ended before.
         with run.span("sample"):
-            ahead.open_until(min(step + cfg.max_lag, cfg.steps - 1))
-            attempts = await ahead.attempts_of(step)
-        lag = oldest_lag(attempts.groups, step)
-        metrics = merge_metrics([attempts.metrics, {"async/lag_max": Metric(Reduction.MAX, lag)}])
+            attempts = await ahead.take(step)
+        metrics = attempts.metrics
 
         # 2. Rewards become advantages; then pack, once for each optimizer step's part of the groups.
         with run.span("pack"):
@@ -113,7 +111,7 @@ async def train(
                 continue
             with run.span("learn"):
                 learned = await engine.forward_backward(update.batches, loss, Want(entropy=True))
-                if unmoved and lag == 0:
+                if unmoved and oldest_lag(attempts.groups, step) == 0:
                     metrics |= check_gap(learned.metrics, max_gap)
                 run.count_outcome(await engine.optim_step(optim_params(cfg.schedule, run.updates, total_updates)))
             metrics, unmoved = merge_metrics([metrics, learned.metrics]), False
@@ -130,4 +128,4 @@ async def train(
             with run.span("evaluate"):
                 run.record_evaluation(await evaluator.measure("async_grpo", step + 1))
         run.samples(step + 1, attempts.groups)
-        await run.end_step(step + 1, metrics, engine, ahead.position_of(step + 1), last=last)
+        await run.end_step(step + 1, metrics, engine, ahead, last=last)

@@ -25,7 +25,7 @@ from strop.engines.base import Engine
 from strop.loops.evaluate import Evaluator
 from strop.loops.schedule import optim_params
 from strop.rollout.base import Sampler
-from strop.rollout.groups import Player, describe
+from strop.rollout.groups import Failures, Player, describe
 from strop.track.run import Run
 from strop.types import Metric, Reduction, SamplingParams, merge_metrics
 from strop.weights.publish import publish
@@ -57,9 +57,9 @@ async def train(
     for step in range(run.step, cfg.steps):
         # 1. Play n attempts at each of P tasks, and choose.
         with run.span("sample"):
-            groups_P = await player.play(
-                tasks.take(cfg.tasks_per_step), cfg.group_size, params, step=step, max_failures=cfg.max_failures
-            )
+            asked = tasks.take(cfg.tasks_per_step)
+            failures = Failures(step, allowed=cfg.max_failures)
+            groups_P = await player.play(asked, cfg.group_size, params, step=step, failures=failures)
         rewards_PG = np.array([[t.reward for t in group] for group in groups_P])  # NaN: the episode failed
         chosen_PG = filters.best(rewards_PG, keep=cfg.keep, at_least=cfg.min_reward)
         metrics = describe(groups_P) | {

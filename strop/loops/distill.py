@@ -28,7 +28,7 @@ from strop.loops.gap import check_gap
 from strop.loops.schedule import optim_params
 from strop.loops.teach import compared, rewarded
 from strop.rollout.base import Sampler
-from strop.rollout.groups import Player, describe
+from strop.rollout.groups import Failures, Player, describe
 from strop.track.run import Run
 from strop.types import Ending, Metric, Metrics, Reduction, SamplingParams, merge_metrics
 from strop.weights.publish import publish
@@ -64,7 +64,8 @@ async def train(
         # 1. The student plays G attempts at each of P tasks.
         asked = tasks.take(cfg.tasks_per_step)
         with run.span("sample"):
-            groups_P = await player.play(asked, cfg.group_size, params, step=step, max_failures=cfg.max_failures)
+            failures = Failures(step, allowed=cfg.max_failures)
+            groups_P = await player.play(asked, cfg.group_size, params, step=step, failures=failures)
         metrics = describe(groups_P)
 
         # 2. Pack every attempt that did not fail. What each teacher counts for in it depends on its task.

@@ -27,6 +27,29 @@ NAMED_FAILURES = 3  # errors that the RolloutError of a failed step quotes
 log = logging.getLogger(__name__)
 
 
+class Failures:
+    """The episodes of one step that failed, and how many may. Several calls of `Player.play` may share it."""
+
+    def __init__(self, step: int, allowed: int) -> None:
+        self._step, self._allowed = step, allowed
+        self._errors: list[str] = []
+        self._episodes = 0
+
+    def add(self, error: str) -> None:
+        self._errors.append(error)
+
+    def check(self, episodes: int) -> None:
+        """Raise RolloutError, with the first errors, when more failed than may; `episodes` more were played."""
+        self._episodes += episodes
+        count = len(self._errors)
+        if count > self._allowed:
+            more = f"; and {count - NAMED_FAILURES} more" if count > NAMED_FAILURES else ""
+            raise RolloutError(
+                f"{count} of {self._episodes} episodes of step {self._step} failed, max_failures={self._allowed}: "
+                f"{'; '.join(self._errors[:NAMED_FAILURES])}{more}"
+            )
+
+
 class Player:
     """Plays tasks with one sampler. Attempt g at task p of a step draws from a seed made of (seed, step, p, g).
 
@@ -49,7 +72,7 @@ class Player:
         params: SamplingParams,
         *,
         step: int,
-        max_failures: int,
+        failures: Failures,
         first: int = 0,
     ) -> list[Group]:
         """G attempts at each task, all at once; one Group for each task, in order. The seed in `params` is not used.
@@ -57,21 +80,15 @@ class Player:
         `first` is how many tasks of this step were played before these, so that no two attempts draw alike.
 
         An episode that raises is logged and becomes a trajectory that ended with FAILED and has reward NaN. Raises
-        RolloutError, with the first errors, when more than `max_failures` episodes did.
+        RolloutError when there are more of them than `failures` allows.
         """
-        failures: list[str] = []
         episodes = [
             self._attempt(task, replace(params, seed=attempt_seed(self._seed, step, first + index, attempt)), failures)
             for index, task in enumerate(tasks)
             for attempt in range(group_size)
         ]
         trajectories = await asyncio.gather(*episodes)
-        if len(failures) > max_failures:
-            more = f"; and {len(failures) - NAMED_FAILURES} more" if len(failures) > NAMED_FAILURES else ""
-            raise RolloutError(
-                f"{len(failures)} of {len(episodes)} episodes of step {step} failed, max_failures={max_failures}: "
-                f"{'; '.join(failures[:NAMED_FAILURES])}{more}"
-            )
+        failures.check(len(episodes))
         return [
             Group(task.id, trajectories[index * group_size : (index + 1) * group_size])
             for index, task in enumerate(tasks)
@@ -81,13 +98,13 @@ class Player:
         """Tokens that one attempt can sample, over all its turns."""
         return self._max_turns * params.max_tokens
 
-    async def _attempt(self, task: Task, params: SamplingParams, failures: list[str]) -> Trajectory:
+    async def _attempt(self, task: Task, params: SamplingParams, failures: Failures) -> Trajectory:
         try:
             env = self._new_env(task)
             return await play(env, self._sampler, self._renderer, params, max_turns=self._max_turns)
         except Exception as error:  # one broken episode must not end the run: it is counted, and there is a limit
             log.warning("an episode of task %s failed", task.id, exc_info=error)
-            failures.append(f"task {task.id}: {type(error).__name__}: {error}")
+            failures.add(f"task {task.id}: {type(error).__name__}: {error}")
             return Trajectory(reward=float("nan"), ending=Ending.FAILED)
 
 

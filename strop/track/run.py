@@ -40,7 +40,7 @@ from strop.track.samples import Decode, choose
 from strop.track.sinks import Sink
 from strop.track.spans import Clock, Spans
 from strop.track.view import NoView, View
-from strop.types import Group, Metric, Metrics, Reduction, merge_metrics, results
+from strop.types import Group, Metric, Metrics, Reduction, StreamState, merge_metrics, results
 
 POLICY = "optim"  # what the metrics of the policy's optimizer steps begin with
 _LOCK = ".lock"
@@ -55,12 +55,16 @@ class Saved(Protocol):
     async def load(self, folder: Path) -> None: ...
 
 
-class Stream(Protocol):
-    """What a run needs of a task stream: its position, as numbers."""
+class Position(Protocol):
+    """Where a task stream stands, as whoever takes from it says."""
 
-    def state(self) -> dict[str, int]: ...
+    def state(self) -> StreamState: ...
 
-    def restore(self, state: dict[str, int]) -> None: ...
+
+class Stream(Position, Protocol):
+    """A task stream."""
+
+    def restore(self, state: StreamState) -> None: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -266,7 +270,7 @@ class Run:
             self._best = evaluation.sampled_accuracy
             self._improved_at = (evaluation.stage, evaluation.step)
 
-    async def end_step(self, step: int, metrics: Metrics, engine: Saved, tasks: Stream, last: bool) -> None:
+    async def end_step(self, step: int, metrics: Metrics, engine: Saved, tasks: Position, last: bool) -> None:
         """Write the step's row, tell sinks and view, and save a checkpoint when one is due.
 
         One is due every `run.save_every` steps, after the last, and when held-out accuracy is better than ever. Its
@@ -314,7 +318,7 @@ class Run:
             values | {rows.STEP_TIME: seconds} | phases | rate | memory
         )
 
-    async def _save(self, engine: Saved, tasks: Stream, *, best: bool, last: bool) -> None:
+    async def _save(self, engine: Saved, tasks: Position, *, best: bool, last: bool) -> None:
         followed = last and self.stage != list(stages(self.recipe))[-1]
         pins = (*((BEST,) if best else ()), *((_end_of(self.stage),) if followed else ()))
         for file in (self._metrics, self._samples, self._evaluations):

@@ -12,6 +12,7 @@ from strop.checkpoint.secrets import HIDDEN, hide_secrets, refuse_hidden
 from strop.checkpoint.state import RunState, parse_state, recipe_values
 from strop.config.recipe import Recipe
 from strop.errors import CheckpointError, ConfigError
+from strop.types import StreamState
 
 
 def recipe(lr: float = 1e-6, arguments: dict[str, Any] | None = None, **others: Any) -> Recipe:
@@ -33,7 +34,7 @@ def state_of(recipe: Recipe) -> RunState:
         updates=6,
         skipped_in_row=1,
         carried={"kl_coefficient": 0.05},
-        stream={"epoch": 1, "position": 7},
+        stream=StreamState(seed=0, epoch=1, position=7, ended=[9, 11], fingerprint=7),
         best_accuracy=0.25,
         recipe=recipe_values(recipe),
     )
@@ -73,6 +74,7 @@ def edited(**changes: Any) -> str:
         (edited(extra=1), "differ in extra"),
         (edited(step="3"), "step is '3', not a whole number"),
         (edited(stream={"position": 0.5}), "stream.position is 0.5"),
+        (edited(stream={"ended": [3, "4"]}), "stream.ended is '4'"),
         (edited(done=1), "done is 1"),
     ],
 )

@@ -19,6 +19,7 @@ import pytest
 from strop.checkpoint.state import RunState
 from strop.checkpoint.store import BEST, Store, check_name
 from strop.errors import CheckpointError
+from strop.types import StreamState
 
 
 def state(step: int, stage: str = "grpo") -> RunState:
@@ -29,7 +30,7 @@ def state(step: int, stage: str = "grpo") -> RunState:
         updates=step,
         skipped_in_row=0,
         carried={"kl_coefficient": 0.05},
-        stream={"epoch": 0, "position": step},
+        stream=StreamState(seed=0, epoch=0, position=step, ended=[], fingerprint=7),
         best_accuracy=None,
         recipe={"seed": 0},
     )

@@ -4,21 +4,24 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import Awaitable, Callable
+from functools import wraps
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from strop import recipe as runner
 from strop.config.loader import load_recipe
 from strop.config.policy import AsyncGRPOConfig
-from strop.data.attempts import Attempts
 from strop.data.stream import TaskStream
 from strop.data.tasks import Task
 from strop.errors import RolloutError
 from strop.loops.ahead import Ahead
-from strop.types import Message, SamplingParams
-from tests.unit.loops.test_collect import Script, trajectory
+from strop.rollout.groups import Failures, Player
+from strop.types import Group, Message, SamplingParams
+from tests.unit.loops.test_collect import trajectory
 from tests.unit.loops.test_recipe import RECIPE
 
 EPOCH = 92  # tasks of tiny_task.sums that are not held out
@@ -67,62 +70,225 @@ def test_no_token_is_older_than_allowed(tmp_path: Path, max_lag: int) -> None:
 
 
 def test_a_resumed_run_takes_the_tasks_that_were_being_drawn_again(tmp_path: Path) -> None:
-    """No task is lost: the stream stands where the next step's tasks begin, not where those drawn ahead end."""
+    """No task is lost or learned from twice: what is saved are the tasks that were not over."""
     play(tmp_path / "one", "async_grpo", {"steps": 4, "max_lag": 2})
     saved = sorted(path for path in (tmp_path / "one" / "run" / "checkpoints").iterdir())
     states = [json.loads((checkpoint / "state.json").read_text()) for checkpoint in saved]
     assert len(states) >= 2
-    # P tasks a step, none of those drawn ahead; the tiny source begins a new epoch sooner than that
-    assert all((s["stream"]["position"] - 4 * s["step"]) % EPOCH == 0 for s in states)
+    for state in states:
+        stream = state["stream"]
+        assert stream["epoch"] * EPOCH + stream["position"] + len(stream["ended"]) == 4 * state["step"]
 
 
-def ahead(attempts: dict[str, list[Any]], max_lag: int, per_step: int = 1) -> tuple[Ahead, Script]:
-    cfg = AsyncGRPOConfig.model_validate({"group_size": 2, "tasks_per_step": per_step, "max_lag": max_lag})
+def played(test: Callable[[], Awaitable[None]]) -> Callable[[], None]:
+    @wraps(test)
+    def run() -> None:
+        async def work() -> None:
+            await test()
+
+        asyncio.run(work())
+
+    return run
+
+
+class Hand(Player):
+    """Groups end when the test says so, with the rewards it says."""
+
+    def __init__(self) -> None:
+        self.begun: list[str] = []
+        self.seeds: list[tuple[int, int]] = []
+        self.cancelled: list[str] = []
+        self._playing: dict[str, asyncio.Future[list[float]]] = {}
+        self._max_turns = 1
+
+    async def play(
+        self,
+        tasks: list[Task],
+        group_size: int,
+        params: SamplingParams,
+        *,
+        step: int,
+        failures: Failures,
+        first: int = 0,
+    ) -> list[Group]:
+        (task,) = tasks
+        self.begun.append(task.id)
+        self.seeds.append((step, first))
+        self._playing[task.id] = asyncio.get_running_loop().create_future()
+        try:
+            rewards = await self._playing[task.id]
+        except asyncio.CancelledError:
+            self.cancelled.append(task.id)
+            raise
+        for reward in rewards:
+            if np.isnan(reward):
+                failures.add(task.id)
+        failures.check(group_size)
+        return [Group(task.id, [trajectory(reward) for reward in rewards])]
+
+    async def end(self, *places: int, rewards: tuple[float, float] = (0.0, 1.0)) -> None:
+        """End the tasks that were begun at these places, in this order."""
+        for place in places:
+            self._playing[self.begun[place]].set_result(list(rewards))
+            await settled()
+
+
+async def settled() -> None:
+    for _ in range(5):
+        await asyncio.sleep(0)
+
+
+def ahead(steps: int = 9, **settings: Any) -> tuple[Ahead, Hand]:
+    fixed = {"group_size": 2, "tasks_per_step": 2, "steps": steps}
+    player = Hand()
     tasks = [
-        Task(id=name, messages=[Message(role="user", content=name)], answer=None, source="s", meta={})
-        for name in attempts
+        Task(id=f"t{i}", messages=[Message(role="user", content="?")], answer=None, source="s", meta={})
+        for i in range(64)
     ]
-    player = Script(attempts)
-    return Ahead(cfg, TaskStream(tasks, seed=0), player, SamplingParams(max_tokens=4), first=0), player
+    return Ahead(AsyncGRPOConfig.model_validate(fixed | settings), TaskStream(tasks, seed=0), player, PARAMS), player
 
 
-SPLIT = [trajectory(0.0), trajectory(1.0)]
+async def taken(drawn: Ahead, step: int, player: Hand, *places: int) -> list[int]:
+    """End tasks at these places while `step` waits; the places of those that it took."""
+    taking = asyncio.ensure_future(drawn.take(step))
+    await settled()
+    await player.end(*places)
+    return [player.begun.index(group.task_id) for group in (await taking).groups]
 
 
-def test_slots_bound_what_is_open() -> None:
-    async def work() -> None:
-        drawn, player = ahead({f"t{i}": SPLIT for i in range(8)}, 2)
-        for step in range(4):
-            drawn.open_until(step + 2)
-            await asyncio.sleep(0)
-            assert len(player.asked) == step + 3, "(max_lag + 1) steps are open, and no more"
-            found = await drawn.attempts_of(step)
-            assert isinstance(found, Attempts) and len(found.groups) == 1
-        played = [name for names, *_ in player.asked for name in names]
-        assert len(set(played)) == len(played)
-
-    asyncio.run(work())
+PARAMS = SamplingParams(max_tokens=4)
+UNIFORM = (1.0, 1.0)
 
 
-def test_the_position_is_that_of_the_next_step() -> None:
-    async def work() -> None:
-        drawn, _ = ahead({f"t{i}": SPLIT for i in range(9)}, 2, per_step=2)
-        drawn.open_until(2)
-        await drawn.attempts_of(0)
-        assert drawn.position_of(1).state()["position"] == 2
-        await drawn.attempts_of(1)
-        assert drawn.position_of(2).state()["position"] == 4
-
-    asyncio.run(work())
+@played
+async def test_slots_bound_what_is_in_the_making() -> None:
+    drawn, player = ahead(max_lag=2)
+    for step in range(4):
+        assert await taken(drawn, step, player, 2 * step, 2 * step + 1) == [2 * step, 2 * step + 1]
+        assert len(player.begun) == 2 * (step + 3), "a slot is free when its weights are published, not before"
+    assert player.seeds[:8] == [(0, i) for i in range(6)] + [(1, 0), (1, 1)]
 
 
-def test_a_step_that_fails_gives_up_the_others() -> None:
-    async def work() -> None:
-        drawn, player = ahead({"a": [trajectory(float("nan"))] * 2, "b": [trajectory(float("nan"))] * 2}, 1)
-        drawn.open_until(1)
-        with pytest.raises(RolloutError):
-            await drawn.attempts_of(0)
-        assert all(task.done() for task in drawn._open.values())
-        assert player.asked
+@played
+async def test_the_last_steps_begin_no_task_that_nothing_would_learn_from() -> None:
+    drawn, player = ahead(steps=2, max_lag=3)
+    assert await taken(drawn, 0, player, 0, 1) == [0, 1]
+    assert await taken(drawn, 1, player, 2, 3) == [2, 3]
+    assert len(player.begun) == 4
 
-    asyncio.run(work())
+
+@played
+async def test_an_order_is_kept() -> None:
+    drawn, player = ahead(max_lag=1)
+    assert await taken(drawn, 0, player, 3, 2, 1, 0) == [0, 1]
+    assert await taken(drawn, 1, player) == [2, 3]
+
+
+@played
+async def test_a_window_takes_those_that_end_first_of_the_oldest() -> None:
+    drawn, player = ahead(max_lag=2, window=2)
+    assert await taken(drawn, 0, player, 5, 3, 1) == [1, 3], "5 is not of the 4 oldest"
+    assert await taken(drawn, 1, player, 2) == [2, 5]
+    assert await taken(drawn, 2, player, 7, 8, 4, 0) == [0, 4], "both are due, whatever else has ended"
+
+
+@played
+async def test_old_tasks_are_in_time_whatever_ends_first() -> None:
+    """Random orders of ending: with a window and no over-sampling each task is taken once, within its lag."""
+    for seed in range(20):
+        rng = np.random.default_rng(seed)
+        max_lag = int(rng.integers(1, 4))
+        drawn, player = ahead(steps=12, max_lag=max_lag, window=int(rng.integers(1, max_lag + 2)))
+        ended, seen = set[int](), list[int]()
+        for step in range(12):
+            taking = asyncio.ensure_future(drawn.take(step))
+            await settled()
+            while not taking.done():
+                place = int(rng.choice([p for p in range(len(player.begun)) if p not in ended]))
+                ended.add(place)
+                await player.end(place)
+            places = [player.begun.index(group.task_id) for group in taking.result().groups]
+            assert len(places) == 2 and all(step - player.seeds[place][0] <= max_lag for place in places)
+            seen += places
+        assert sorted(seen) == list(range(24)) and not player.cancelled
+
+
+@played
+async def test_over_sampling_gives_up_those_that_end_last() -> None:
+    drawn, player = ahead(max_lag=0, oversample=2)
+    assert await taken(drawn, 0, player, 3, 1) == [1, 3]
+    assert player.cancelled == [player.begun[0], player.begun[2]]
+    assert len(player.begun) == 4 and drawn.state()["position"] == 4 and drawn.state()["ended"] == []
+    taking = asyncio.ensure_future(drawn.take(1))
+    await settled()
+    await player.end(4, 5)
+    assert (await taking).metrics["async/given_up"].result == 2
+
+
+@played
+async def test_over_sampling_within_a_lag_gives_up_only_what_is_too_old() -> None:
+    drawn, player = ahead(max_lag=1, window=2, oversample=1)
+    assert await taken(drawn, 0, player, 4, 3) == [3, 4]
+    assert player.cancelled == [] and len(player.begun) == 5
+    assert await taken(drawn, 1, player, 1, 2) == [1, 2], "those begun at version 0 are due; one of three is given up"
+    assert player.cancelled == [player.begun[0]]
+
+
+@played
+async def test_a_dropped_group_gives_its_slot_to_another_task_at_once() -> None:
+    drawn, player = ahead(max_lag=1, refills=1)
+    taking = asyncio.ensure_future(drawn.take(0))
+    await settled()
+    await player.end(3, 0, rewards=UNIFORM)  # of step 1's as well
+    assert len(player.begun) == 6
+    await player.end(1, 2)
+    attempts = await taking
+    assert [player.begun.index(group.task_id) for group in attempts.groups] == [1, 2]
+    assert attempts.metrics["data/dropped_groups"].result == 2
+    assert attempts.metrics["rollout/uniform_groups"].result == 0.5
+
+
+@played
+async def test_refills_end_and_the_step_goes_without() -> None:
+    drawn, player = ahead(max_lag=0, refills=1)
+    taking = asyncio.ensure_future(drawn.take(0))
+    await settled()
+    for place in range(4):
+        await player.end(place, rewards=UNIFORM)
+    attempts = await taking
+    assert attempts.groups == [] and len(player.begun) == 4
+
+
+@played
+async def test_a_resumed_run_plays_again_what_was_in_the_making() -> None:
+    drawn, player = ahead(max_lag=2, window=2)
+    await taken(drawn, 0, player, 3, 1)
+    state = drawn.state()
+    assert state["position"] == 0 and state["ended"] == [1, 3]
+    tasks = TaskStream(
+        [
+            Task(id=f"t{i}", messages=[Message(role="user", content="?")], answer=None, source="s", meta={})
+            for i in range(64)
+        ],
+        seed=0,
+    )
+    tasks.restore(state)
+    assert [task.id for task in tasks.take(4)] == [player.begun[place] for place in (0, 2, 4, 5)]
+
+
+@played
+async def test_a_step_that_fails_gives_up_the_others() -> None:
+    drawn, player = ahead(max_lag=1, max_failures=1)
+    taking = asyncio.ensure_future(drawn.take(0))
+    await settled()
+    await player.end(2, rewards=(float("nan"), 1.0))
+    assert not taking.done()
+    await player.end(3, rewards=(float("nan"), 1.0))
+    with pytest.raises(RolloutError, match="2 of 4 episodes of step 0 failed, max_failures=1"):
+        await taking
+    assert sorted(player.cancelled) == sorted(player.begun[:2])
+
+
+def test_a_window_beyond_the_slots_is_refused() -> None:
+    with pytest.raises(ValueError, match="window is 3: with max_lag 1 there are 2 steps' tasks"):
+        AsyncGRPOConfig.model_validate({"max_lag": 1, "window": 3})

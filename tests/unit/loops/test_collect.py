@@ -14,7 +14,7 @@ from strop.data.stream import TaskStream
 from strop.data.tasks import Task
 from strop.errors import RolloutError
 from strop.loops.collect import collect
-from strop.rollout.groups import Player
+from strop.rollout.groups import Failures, Player
 from strop.types import Completion, Ending, Group, Message, SamplingParams, Segment, Stop, Trajectory
 
 NAN = float("nan")
@@ -51,13 +51,16 @@ class Script(Player):
         params: SamplingParams,
         *,
         step: int,
-        max_failures: int,
+        failures: Failures,
         first: int = 0,
     ) -> list[Group]:
         self.asked.append(([task.id for task in tasks], group_size, first, params.temperature))
         groups = [Group(task.id, self.attempts[task.id][:group_size]) for task in tasks]
-        if sum(np.isnan(t.reward) for group in groups for t in group) > max_failures:
-            raise RolloutError("too many")
+        for group in groups:
+            for t in group:
+                if t.ending is Ending.FAILED:
+                    failures.add(group.task_id)
+        failures.check(len(tasks) * group_size)
         return groups
 
 
@@ -132,7 +135,7 @@ def test_failures_count_over_all_rounds() -> None:
     attempts = {"a": failing, "b": failing}
     found, _ = play(attempts, 1, drop_uniform=True, refills=1, cfg={"max_failures": 2})
     assert found.groups == []
-    with pytest.raises(RolloutError, match="too many"):
+    with pytest.raises(RolloutError, match="2 of 4 episodes of step 3"):
         play(attempts, 1, drop_uniform=True, refills=1, cfg={"max_failures": 1})
 
 

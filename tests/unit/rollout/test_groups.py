@@ -16,7 +16,7 @@ from strop.config.recipe import DrawConfig
 from strop.data.tasks import Task
 from strop.envs.base import EnvStep
 from strop.errors import RolloutError
-from strop.rollout.groups import Player, attempt_seed, describe, sampling_params
+from strop.rollout.groups import Failures, Player, attempt_seed, describe, sampling_params
 from strop.types import (
     Completion,
     Ending,
@@ -112,7 +112,7 @@ def task(name: str, answer: str = "") -> Task:
 
 
 def play(player: Player, tasks: list[Task], size: int, step: int = 0, max_failures: int = 0) -> list[Group]:
-    return asyncio.run(player.play(tasks, size, SamplingParams(max_tokens=4), step=step, max_failures=max_failures))
+    return asyncio.run(player.play(tasks, size, SamplingParams(max_tokens=4), step=step, failures=Failures(step, max_failures)))
 
 
 def test_all_episodes_of_a_step_run_at_once_and_come_back_in_order():
@@ -176,7 +176,7 @@ def test_a_cancelled_step_is_not_a_failure(caplog: pytest.LogCaptureFixture):
     async def stop_soon() -> None:
         player = Player(Endless(), Words(), Fragile, seed=0)
         playing = asyncio.ensure_future(
-            player.play([task("a")], 2, SamplingParams(max_tokens=1), step=0, max_failures=9)
+            player.play([task("a")], 2, SamplingParams(max_tokens=1), step=0, failures=Failures(0, 9))
         )
         await asyncio.sleep(0)
         await asyncio.sleep(0)
