@@ -22,6 +22,7 @@ from strop.track.svg import (
     number,
     percent,
 )
+from strop.track.timeline import timeline
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +104,9 @@ def health(history: History) -> list[str]:
 
 def cost(history: History) -> list[str]:
     """Time, speed and memory."""
-    return [figure for figure in (_time(history), *(_figure(chart, history) for chart in COST)) if figure]
+    return [
+        figure for figure in (_time(history), timeline(history), *(_figure(chart, history) for chart in COST)) if figure
+    ]
 
 
 def rest(history: History) -> list[str]:
