@@ -15,6 +15,7 @@ from transformers import PretrainedConfig
 
 from strop.config.activations import ActivationsConfig
 from strop.config.model import ModelConfig
+from strop.config.parallel import ParallelConfig
 from strop.config.recipe import Recipe
 from strop.ops.head import COLUMNS
 from strop.ops.paged import PAGE
@@ -82,26 +83,37 @@ class Memory:
     reference: float
     teachers: float = 0.0
     critic: float = 0.0
+    gathered: float = 0.0
+    ranks: int = 1
 
     @property
     def total(self) -> float:
-        return sum(self.parts().values())
+        """Of everything: of all ranks, where there are several, and of the process that leads them."""
+        return self.ranks * sum(self.of_rank().values()) + sum(self.elsewhere().values())
 
     def parts(self) -> dict[str, float]:
         """Each part by its name; a part that the run does not have is left out."""
+        return self.of_rank() | self.elsewhere()
+
+    def of_rank(self) -> dict[str, float]:
+        """What each rank of the engine holds."""
         parts = {
             "weights": self.weights,
+            "layers gathered": self.gathered,
             "gradients": self.gradients,
             "optimizer": self.optimizer,
             "activations of a pack": self.activations,
             "activations in host memory": self.offloaded,
             "logits": self.logits,
-            "sampler weights": self.sampler,
-            "key-value cache": self.cache,
             "reference weights": self.reference,
             "teachers": self.teachers,
             "critic": self.critic,
         }
+        return {name: size for name, size in parts.items() if size}
+
+    def elsewhere(self) -> dict[str, float]:
+        """What the sampler holds: in the process that leads the ranks, or in each actor."""
+        parts = {"sampler weights": self.sampler, "key-value cache": self.cache}
         return {name: size for name, size in parts.items() if size}
 
 
@@ -208,28 +220,51 @@ def memory(
         teachers      as given, in MiB
         critic        likewise
 
+    Over ranks these are of one rank, and the sampler's of another process:
+
+        weights, gradients, optimizer, reference    a share: 1 / (data sequence); of hidden matrices that `tensor` cuts
+                      1 / tensor of that. Replicas divide nothing
+        gathered      the embeddings and the output matrix, and two layers, whole while they are computed, and as much
+                      again for their gradients
+        activations, logits    T / sequence tokens
+
     The trainer's and the sampler's logits never exist at once: the larger counts. The interpreter and its libraries add
     a few hundred MiB, and a checkpoint in the making a copy of no more than one tensor.
     """
     b = BYTES[recipe.model.dtype]
     n, trained = shape.parameters, shape.adapter or shape.parameters
-    tokens = min(recipe.engine.pack_tokens, step_tokens)
+    parallel = recipe.engine.parallel
+    tokens = -(-min(recipe.engine.pack_tokens, step_tokens) // parallel.sequence)
+    share, gathered = _spread(shape, parallel)
     on_device, offloaded = _activations(shape, tokens, recipe.engine.activations, impl)
     buffers = 1.125 * offloaded * b / MIB
     reference = any(loop.needs_reference for loop in recipe.loops().values())
     return Memory(
-        weights=(n + shape.adapter) * b / MIB,
-        gradients=trained * b / MIB,
-        optimizer=(2 * trained - _muon(shape, recipe)) * b / MIB,
+        weights=share * (n + shape.adapter) * b / MIB,
+        gradients=share * trained * b / MIB,
+        optimizer=share * (2 * trained - _muon(shape, recipe)) * b / MIB,
         activations=on_device * b / MIB,
         offloaded=buffers + min(buffers, recipe.engine.activations.offload_idle_mib),
         logits=max(_trainer_logits(shape, recipe, tokens), recipe.sampler.max_running * shape.vocabulary * 12) / MIB,
         sampler=trained * _sampler_bytes(recipe) / MIB,
         cache=_cache(shape, recipe) / MIB,
-        reference=trained * b / MIB if reference else 0.0,
+        reference=share * trained * b / MIB if reference else 0.0,
         teachers=teachers,
         critic=critic,
+        gathered=2 * gathered * b / MIB,
+        ranks=parallel.ranks,
     )
+
+
+def _spread(shape: Shape, parallel: ParallelConfig) -> tuple[float, float]:
+    """(the part of all weights that a rank keeps, numbers that are whole in it while it computes)."""
+    if parallel.ranks == 1:
+        return 1.0, 0.0
+    cut = 0 if shape.experts or shape.linear else shape.matrices  # those stay whole on each tensor rank
+    kept = (shape.parameters - cut + cut / parallel.tensor) / shape.parameters
+    ends = min(shape.parameters, 2 * shape.vocabulary * shape.hidden)
+    layers = kept * max(shape.parameters - ends, 0) / shape.layers
+    return kept / (parallel.data * parallel.sequence), ends + 2 * layers
 
 
 def _sampler_bytes(recipe: Recipe) -> int:

@@ -441,7 +441,13 @@ def _check_memory(recipe: Recipe, facts: Facts) -> None:
     memory, machine = _memory(recipe, facts), estimate.machine()
     if memory is None:
         return
-    sure = memory.total - memory.activations - memory.logits
+    if recipe.engine.runtime.address is not None and memory.ranks > 1:
+        facts.notes.append(
+            f"the {memory.ranks} ranks are on the cluster at {recipe.engine.runtime.address}: each may need "
+            f"{sum(memory.of_rank().values()):,.0f} MiB, which is not checked here"
+        )
+        return
+    sure = memory.total - memory.ranks * (memory.activations + memory.logits)
     if sure > machine:
         facts.problems.append(
             f"weights, gradients, optimizer and cache need {sure:,.0f} MiB and this machine has {machine:,.0f}: take a "

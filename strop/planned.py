@@ -34,12 +34,21 @@ class Plan:
         width = max(len(name) for name, _ in self.rows)
         lines = [f"{name:<{width}}  {text}" for name, text in self.rows]
         if self.memory is not None:
-            parts = self.memory.parts()
-            wide = max(map(len, [*parts, "together"]))
-            has = f"this machine has {self.machine:,.0f}"
-            lines += ["", f"memory at the most, MiB ({has})"]
-            lines += [f"  {name:<{wide}}  {size:>10,.1f}" for name, size in parts.items()]
-            lines.append(f"  {'together':<{wide}}  {self.memory.total:>10,.1f}")
+            parts, ranks = self.memory.parts(), self.memory.ranks
+            wide = max(map(len, [*parts, "together", "of each rank"]))
+
+            def line(name: str, size: float) -> str:
+                return f"  {name:<{wide}}  {size:>10,.1f}"
+
+            lines += ["", f"memory at the most, MiB (this machine has {self.machine:,.0f})"]
+            if ranks == 1:
+                lines += [line(name, size) for name, size in parts.items()]
+            else:
+                of_rank = self.memory.of_rank()
+                lines += [line(name, size) for name, size in of_rank.items()]
+                lines += [line("of each rank", sum(of_rank.values())), f"  times {ranks} ranks, and beside them"]
+                lines += [line(name, size) for name, size in self.memory.elsewhere().items()]
+            lines.append(line("together", self.memory.total))
         return "\n".join([*lines, *(["", *(f"note: {note}" for note in self.notes)] if self.notes else [])])
 
 

@@ -198,3 +198,26 @@ def test_disk_counts_the_newest_the_best_and_the_export() -> None:
     many = config.model_copy(update={"run": config.run.model_copy(update={"save_every": 1, "keep": 5})})
     assert estimate.disk_bytes(shape, many) == 7 * one + weights  # five newest, the best, the one being written
     assert estimate.disk_bytes(shape, config) < estimate.disk_bytes(shape, many)
+
+
+@pytest.mark.parametrize("parallel", [{"data": 4}, {"data": 2, "sequence": 2}, {"data": 2, "replicas": 2}], ids=str)
+def test_ranks_keep_shares_and_replicas_divide_nothing(parallel: dict[str, int]) -> None:
+    """Exact for what is kept between steps; T tokens of a batch are dealt to sequence ranks."""
+    model = load_model(ModelConfig(fresh=MODELS["qwen3"]), vocab_size=256, seed=0)
+    shape = _measure(model.module, AdapterConfig())
+    alone = estimate.memory(shape, recipe("qwen3", "torch"), step_tokens=10**9, impl=model.impl)
+    spread = estimate.memory(shape, recipe("qwen3", "torch", parallel=parallel), step_tokens=10**9, impl=model.impl)
+    shards = parallel["data"] * parallel.get("sequence", 1)
+    for part in ("weights", "gradients", "optimizer", "reference weights"):
+        assert spread.of_rank()[part] == pytest.approx(alone.of_rank()[part] / shards), part
+    assert spread.activations == pytest.approx(alone.activations / parallel.get("sequence", 1))
+    assert spread.elsewhere() == alone.elsewhere() and spread.ranks == 4
+    assert spread.total == pytest.approx(4 * sum(spread.of_rank().values()) + sum(spread.elsewhere().values()))
+    assert alone.gathered == 0 < spread.gathered < 4 * alone.weights
+
+
+def test_tensor_ranks_share_hidden_matrices_alone() -> None:
+    model = load_model(ModelConfig(fresh=MODELS["qwen3"]), vocab_size=256, seed=0)
+    shape = _measure(model.module, AdapterConfig())
+    found = estimate.memory(shape, recipe("qwen3", "torch", parallel={"tensor": 2}), step_tokens=9, impl=model.impl)
+    assert found.weights == pytest.approx((shape.parameters - shape.matrices / 2) * 4 / estimate.MIB)

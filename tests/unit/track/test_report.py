@@ -72,7 +72,7 @@ def test_two_stages_are_told_from_first_to_last(two_stages: Page) -> None:
         "Before and after",
         "Health", "Sampler-trainer gap", "Entropy", "KL from the start", "KL from the sampling policy", "Reply length",
         "Wasted attempts", "Gradient norm", "Learning rate", "Clipped tokens",
-        "Time and memory", "Time per phase", "Speed", "Memory",
+        "Time and memory", "Time per phase", "Who waits for whom", "Speed", "Memory",
         "Evaluations", "Attempts of the last step",
         "Everything else", "optim/skipped", "reward/std", "reward/format", "policy/ratio_mean", "policy/gap_max",
     ]  # fmt: skip
