@@ -17,6 +17,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from transformers import PreTrainedModel
+from transformers.core_model_loading import revert_weight_conversion
 
 from strop.config.vllm import VllmConfig
 from strop.errors import EngineError, RolloutError, StropError
@@ -37,7 +39,8 @@ Shape = tuple[tuple[int, ...], torch.dtype]
 
 
 class VllmSampler:
-    """A `Sampler` over one vLLM engine. `shapes` are of the weights that it takes, under Hugging Face names."""
+    """A `Sampler` over one vLLM engine. `shapes` are of the weights that it takes, under Hugging Face names; `module`,
+    which holds no memory, knows how checkpoints hold them."""
 
     def __init__(
         self,
@@ -49,8 +52,10 @@ class VllmSampler:
         vocab_size: int,
         decode: Callable[[list[int]], str] | None = None,
         casts: bool = False,
+        module: PreTrainedModel | None = None,
     ) -> None:
         self._link = link
+        self._module = module
         self._shapes = shapes
         self._max_length = max_length
         self._cache_tokens = cache_tokens
@@ -87,8 +92,11 @@ class VllmSampler:
             "tensor_parallel_size": config.tensor_parallel,
         }
         described = {**json.loads(model.config.to_json_string()), "architectures": [type(model.module).__name__]}
+        with torch.device("meta"):
+            module = type(model.module)(model.config)
         sampler = cls(
             connect(config),
+            module=module,
             shapes={name: (tuple(tensor.shape), tensor.dtype) for name, tensor in model.state()},
             max_length=max_length,
             cache_tokens=cache_tokens,
@@ -137,7 +145,11 @@ class VllmSampler:
         }
         replies: asyncio.Queue[Message | RolloutError] = asyncio.Queue()
         loop = asyncio.get_running_loop()
-        number = self._link.tell(message, lambda reply: loop.call_soon_threadsafe(replies.put_nowait, reply))
+
+        def take(reply: Message | RolloutError) -> None:
+            loop.call_soon_threadsafe(replies.put_nowait, reply)
+
+        number = self._link.tell(message, take)
         self._running += 1
         try:
             return await self._collect(replies, params)
@@ -195,17 +207,16 @@ class VllmSampler:
         """Messages to send, each when the one before it was answered. EngineError before the last one, and so before
         anything is used, when the weights are not the model's."""
         yield {"op": "begin", "version": version}, b""
-        missing = dict.fromkeys(self._shapes)
-        for entries, body in _buckets(self._fitting(weights)):
-            for entry in entries:
-                missing.pop(entry["name"], None)
+        missing, count = set(self._shapes), 0
+        for entries, body in _buckets(self._published(self._fitting(weights, missing))):
+            count += len(entries)
             yield {"op": "put", "entries": entries}, body
         if missing:
-            names = sorted(missing)
-            raise EngineError(f"these weights are not the sampler's model: missing {', '.join(names[:5])}")
-        yield {"op": "end", "count": len(self._shapes)}, b""
+            raise EngineError(f"these weights are not the sampler's model: missing {', '.join(sorted(missing)[:5])}")
+        yield {"op": "end", "count": count}, b""
 
-    def _fitting(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    def _fitting(self, weights: Iterable[tuple[str, Tensor]], missing: set[str]) -> Iterator[tuple[str, Tensor]]:
+        """Those of the model, each once; they leave `missing`."""
         for name, tensor in weights:
             if name not in self._shapes:
                 raise EngineError(f"these weights are not the sampler's model: unknown {name}")
@@ -214,7 +225,16 @@ class VllmSampler:
                 tensor = tensor.to(dtype)
             if (tuple(tensor.shape), tensor.dtype) != (shape, dtype):
                 raise EngineError(f"{name} is {tuple(tensor.shape)} {tensor.dtype}, the sampler's is {shape} {dtype}")
+            missing.discard(name)
             yield name, tensor
+
+    def _published(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        """As checkpoints of the architecture hold them, and vLLM reads them: experts one by one."""
+        for name, tensor in weights:
+            if self._module is None:
+                yield name, tensor
+            else:
+                yield from revert_weight_conversion(self._module, {name: tensor}).items()
 
     def _check(self, prompt: Prompt, params: SamplingParams) -> None:
         """Raise RolloutError for a request that cannot be run, before it is sent."""

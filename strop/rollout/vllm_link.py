@@ -104,12 +104,14 @@ class Link:
                     error = message.get("error")
                     handler(message if error is None else RolloutError(f"vLLM refused: {error}"))
         except (OSError, EOFError, FrameError) as error:
-            self._lose(str(error) or type(error).__name__)
+            if self._lose(str(error) or type(error).__name__) and self._child is not None:
+                self._child.end(0.0)  # what it had started may live on
 
-    def _lose(self, why: str) -> None:
+    def _lose(self, why: str) -> bool:
+        """Fail all that waits; false when that was done before."""
         with self._lock:
             if self._lost is not None:
-                return
+                return False
             said = "" if self._child is None else self._child.last_words()
             self._lost = SamplerLost(f"the vLLM host is gone: {why}{said}")
             handlers, self._handlers = list(self._handlers.values()), {}
@@ -118,6 +120,7 @@ class Link:
         self._wire.close()
         for handler in handlers:
             handler(SamplerLost(str(self._lost)))
+        return True
 
 
 class Child:
@@ -165,7 +168,7 @@ class Child:
         try:
             self.process.wait(patience_s)
         except subprocess.TimeoutExpired:
-            log.warning("the vLLM host did not end within %g s, it is killed", patience_s)
+            log.warning("the vLLM host did not end within %g s and is killed", patience_s)
         with suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()

@@ -64,6 +64,10 @@ class Servers:
     def take_back(self) -> None:
         self.lent.clear()
 
+    def forget(self, sampler: VllmSampler) -> None:
+        """One that is gone."""
+        self.started = [pair for pair in self.started if pair[1] is not sampler]
+
     def close(self) -> None:
         for _, sampler in self.started:
             sampler.close()

@@ -1,4 +1,3 @@
-# pyright: reportMissingImports=false
 """vLLM for one strop process: run by a Python that has vLLM, which need not be the one that has strop.
 
     python serve_vllm.py --socket PATH < key            started by strop itself

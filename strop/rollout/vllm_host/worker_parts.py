@@ -1,4 +1,3 @@
-# pyright: reportMissingImports=false, reportUntypedBaseClass=false
 """Inside vLLM's worker: what strop adds to it, through `worker_extension_cls`.
 
 A sampler that reports for every token the logprob it was drawn with, the model's own at the temperature, and the
@@ -14,6 +13,7 @@ from typing import Any
 
 import torch
 from safetensors import safe_open
+from vllm.model_executor.model_loader.reload.layerwise import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.v1.sample.sampler import Sampler
 
 COLUMNS = 2  # beside the first, of which vLLM itself says that it is the drawn token's
@@ -74,9 +74,14 @@ class StropWorker:
         return ""
 
     def strop_load(self, files: list[str], version: int) -> int:
-        """Take a whole model's weights from safetensors files, in place."""
-        tensors = read_tensors([Path(file) for file in files])
-        self.model_runner.reload_weights(weights_iterator=tensors)
+        """Take a whole model's weights from safetensors files, in place. What vLLM leaves as it was is an error."""
+        model = self.model_runner.get_model()
+        own = {name for name, _ in model.named_parameters()}
+        initialize_layerwise_reload(model)
+        taken = model.load_weights(read_tensors([Path(file) for file in files]))
+        finalize_layerwise_reload(model, self.model_runner.model_config)
+        if taken is not None and (left := sorted(own - taken)):
+            raise RuntimeError(f"{type(model).__name__} took no weights for {', '.join(left[:5])}: its names differ")
         self.model_runner.sampler.version = version
         return version
 

@@ -93,12 +93,11 @@ class FakeHost:
             tokens = [(params["seed"] + n) % 90 for n in range(params["max_tokens"])]
             stops = [n for n, token in enumerate(tokens) if token in params["stop_token_ids"]]
             tokens = tokens[: stops[0] + 1] if stops else tokens
-            rows = [{"tokens": [t], **self.numbers(n, order), "reason": None} for n, t in enumerate(tokens)]
-            for row in rows[:-1] if message["stream"] else []:
-                self.reply(message, row, last=False)
+            rows = [{"tokens": [t], **self.numbers(n, order)} for n, t in enumerate(tokens)]
             if not message["stream"]:
-                whole = {key: [value for row in rows for value in row[key]] for key in ("tokens", *self.numbers(0, 0))}
-                rows = [{**whole, "reason": None}]
+                rows = [{key: [value for row in rows for value in row[key]] for key in rows[0]}]
+            for row in rows[:-1]:
+                self.reply(message, {**row, "reason": None}, last=False)
             self.reply(message, {**rows[-1], "reason": "stop" if stops else "length"})
 
     def numbers(self, n: int, order: int) -> dict[str, list[float]]:
@@ -132,7 +131,8 @@ def prompt(*tokens: int) -> Prompt:
 
 
 def sample(sampler: VllmSampler, first: int = 5, **params: Any) -> Completion:
-    return asyncio.run(sampler.sample(prompt(first, 6), SamplingParams(**{"max_tokens": 4, "seed": 65, **params})))
+    asked: dict[str, Any] = {"max_tokens": 4, "seed": 65, **params}
+    return asyncio.run(sampler.sample(prompt(first, 6), SamplingParams(**asked)))
 
 
 def test_a_request_goes_out_and_its_columns_come_back(host: tuple[VllmSampler, FakeHost]) -> None:
