@@ -1,8 +1,8 @@
 """Move a policy's weights from where they are trained to where samples are drawn.
 
 How they travel is the sampler's business, since it knows where it is: one in this process copies them, actors behind a
-router are sent buckets or what changed, and both check everything before they serve any of it. `collective` and `disk`
-are ways for samplers that are reached by neither.
+router are sent buckets or what changed, and both check everything before they serve any of it. `collective` is one
+broadcast to many processes that share a process group with the trainer.
 """
 
 from __future__ import annotations
