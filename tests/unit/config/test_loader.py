@@ -490,7 +490,7 @@ BESIDE = {
     "ppo": "ppo: {critic: {model: {path: t}}}\n",
 } | {loop: f"{loop}: {{}}\n" for loop in ("async_grpo", "best_of_n", "dpo", "reward_model")}
 # Keys with no second value yet, or that exclude each other.
-ONE_VALUE = {"engine.kind", "sampler.kind", "ppo.critic.model.package", "ppo.critic.model.fresh"}
+ONE_VALUE = {"engine.kind", "ppo.critic.model.package", "ppo.critic.model.fresh"}
 # What an option needs beside it, in whichever loop has it; and what a kind must be given.
 WITH = {
     "chosen_key": ["tasks.rejected_key=r"],

@@ -16,6 +16,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from strop.config.loader import read_recipe
 from strop.config.vllm import VllmConfig
 from strop.errors import ConfigError, EngineError, RolloutError
 from strop.rollout.router import Router, SamplerLost
@@ -417,3 +418,20 @@ def test_frames_of_another_protocol_are_refused() -> None:
         unpack_head(b"HTTP/1.1 200")
     with pytest.raises(FrameError, match="no object"):
         unpack(b"[1]")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["sampler.kind=vllm"], "set sampler.vllm.python"),
+        (["sampler.kind=vllm", "sampler.vllm={python: p, address: a, key_file: k}"], "not both"),
+        (["sampler.kind=vllm", "sampler.vllm={address: a}"], "set sampler.vllm.key_file"),
+        (["sampler.kind=vllm", "sampler.vllm={python: p}", "engine.adapter.rank=4"], "builtin for adapters"),
+        (["sampler.vllm={python: p}"], "sampler.kind is builtin"),
+        (["sampler.kind=vllm", "sampler.vllm={python: p}"], ""),
+    ],
+)
+def test_a_recipe_says_what_vllm_needs_beside_it(overrides: list[str], message: str) -> None:
+    text = "model: {path: m}\ntasks: {source: python, path: t.py:f, holdout: 1}\ngrpo: {}\n"
+    found = read_recipe(text, "r.yaml", overrides).conflicts()
+    assert any(message in problem for problem in found) if message else not found
