@@ -21,20 +21,30 @@ from strop.ops.select import Impl
 from strop.parts import Parts
 
 
-def build_critic(cfg: CriticConfig, parts: Parts) -> Engine:
-    """An engine over a value model: of its own, or a copy of the policy as it is now."""
-    vocab_size, seed = len(parts.tokenizer), parts.recipe.seed
+def build_critic(cfg: CriticConfig, parts: Parts, start: Path | None) -> Engine:
+    """An engine over a value model: of its own, or a copy of the policy as it is now.
+
+    `start` is the engine folder that the policy's stage began from; None: it began from the recipe's own model.
+    """
+    recipe, vocab_size = parts.recipe, len(parts.tokenizer)
     if cfg.model is not None:
         same_tokens(parts.tokenizer, load_tokenizer(cfg.model), key="ppo.critic.model")
-        model = load_model(cfg.model, vocab_size=vocab_size, seed=seed, value_head=ValueHead(cfg.head))
-    elif parts.base is None:
+    named, head = (recipe.model, ValueHead.FRESH) if cfg.model is None else (cfg.model, ValueHead(cfg.head))
+    if recipe.engine.parallel.ranks > 1:
+        from strop.runtime.start import RankModel, start_engine
+
+        weights = start if cfg.model is None else None
+        of = RankModel(model=named, vocab_size=vocab_size, seed=recipe.seed, value_head=head, weights=weights)
+        return start_engine(engine_config(recipe), of)
+    if cfg.model is None and parts.base is None:
         model = parts.model.clone()
         make_value_model(model.module)
-    else:  # the critic is trained whole: the policy's adapter goes into its weights
-        model = load_model(parts.recipe.model, vocab_size=vocab_size, seed=seed, value_head=ValueHead.FRESH)
+    else:
+        model = load_model(named, vocab_size=vocab_size, seed=recipe.seed, value_head=head)
+    if cfg.model is None and parts.base is not None:  # the critic is trained whole: the policy's adapter goes into it
         own = dict(model.state())
         model.load_state((own | {name: t for name, t in parts.engine.weights() if name in own}).items())
-    return build_engine(engine_config(parts.recipe), model)
+    return build_engine(engine_config(recipe), model)
 
 
 def engine_config(recipe: Recipe) -> EngineConfig:

@@ -86,7 +86,7 @@ def new_engine(
     config: ModelConfig | None = None,
     value_head: ValueHead | None = None,
 ) -> Engine:
-    """An engine over `model` in this process; or over ranks, which each load what `config` (else the recipe) names."""
+    """An engine over `model` in this process; or over ranks, which load what `config` (else the recipe) names."""
     if recipe.engine.parallel.ranks == 1:
         return build_engine(recipe.engine, model, trainable=trainable)
     from strop.runtime.start import RankModel, start_engine
@@ -125,7 +125,7 @@ def build_parts(recipe: Recipe, base: Path) -> Parts:
         frozen, engine = None, new_engine(recipe, model, len(tokenizer), value_head=head)
     else:  # nobody changes the model itself, so trainer, sampler and reference share it
         sampler = build_sampler(recipe.sampler, model, decode_with(tokenizer), adapter)
-        frozen = build_engine(recipe.engine, model, trainable=False)
+        frozen = new_engine(recipe, model, len(tokenizer), trainable=False)
         engine = frozen.adapter(POLICY, adapter)
     return Parts(
         recipe=recipe,

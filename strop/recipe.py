@@ -99,6 +99,10 @@ def _export(parts: Parts, folder: Path) -> None:
     merged = parts.engine.weights() if elsewhere else None
     export_model(parts.model, parts.tokenizer, folder, merged)
     if parts.base is not None:
-        from strop.models.lora import find_adapter
+        from strop.models.lora import add_adapter, find_adapter
 
-        find_adapter(parts.model, POLICY).save(folder / "adapter")
+        if POLICY not in parts.model.adapters:  # ranks have it
+            add_adapter(parts.model, POLICY, parts.recipe.engine.adapter)
+        adapter = find_adapter(parts.model, POLICY)
+        adapter.load(dict(parts.engine.adapter_weights()))
+        adapter.save(folder / "adapter")

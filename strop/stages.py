@@ -146,7 +146,7 @@ async def _ppo(cfg: PPOConfig, parts: Parts, run: Run) -> None:
     recipe = parts.recipe
     tasks = TaskStream(parts.train_tasks, seed=recipe.seed)
     start = _copy(cfg, parts)  # before `begin`, which may load a later state
-    critic = build_critic(cfg.critic, parts)
+    critic = build_critic(cfg.critic, parts, run.start_of("ppo"))
     if not await run.begin("ppo", Beside(parts.engine, {"critic": critic}), tasks):
         return
     await ppo.train(

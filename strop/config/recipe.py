@@ -298,6 +298,22 @@ class Recipe(Section):
         }
         return {name: loop for name, loop in named.items() if loop is not None}
 
+    def _spread_adapter_conflicts(self) -> list[str]:
+        problems: list[str] = []
+        if self.engine.parallel.tensor > 1:
+            problems.append(
+                f"engine.parallel.tensor is {self.engine.parallel.tensor}, and an adapter's base is not cut by tensor: "
+                "set it to 1, or engine.adapter.rank to 0"
+            )
+        if "experts" in self.engine.adapter.targets:
+            problems.append("engine.adapter.targets: over ranks adapters have no experts; leave them out")
+        if self.ppo is not None and self.ppo.critic.model is None:
+            problems.append(
+                "ppo.critic copies the policy, which over ranks is the model without its adapter: name a "
+                "ppo.critic.model, or set engine.adapter.rank to 0"
+            )
+        return problems
+
     def _vllm_conflicts(self) -> list[str]:
         vllm, problems = self.sampler.vllm, list[str]()
         if vllm is None or bool(vllm.python) == bool(vllm.address):
@@ -323,19 +339,13 @@ class Recipe(Section):
             )
         ranks = self.engine.parallel.ranks
         if ranks > 1 and self.engine.adapter.rank:
-            problems.append(
-                f"engine.parallel means {ranks} ranks, which train the whole model: set engine.adapter.rank to 0"
-            )
+            problems.extend(self._spread_adapter_conflicts())
         if self.sampler.actors and (self.engine.adapter.rank or self.reward_model is not None):
             problems.append("sampler.actors hold whole models that speak: set it to 0 for adapters and reward models")
         if self.sampler.publish == "delta" and not self.sampler.actors:
             problems.append(
                 "sampler.publish is delta, but a sampler in this process copies the weights: set it to full, or set "
                 "sampler.actors"
-            )
-        if ranks > 1 and self.ppo is not None:
-            problems.append(
-                f"engine.parallel means {ranks} ranks, over which ppo's critic is not spread yet: set it to 1 rank"
             )
         if self.sampler.kind == "vllm":
             problems.extend(self._vllm_conflicts())

@@ -21,6 +21,7 @@ from peft.tuners.lora import LoraLayer
 from peft.tuners.lora.layer import ParamWrapper
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
@@ -28,6 +29,7 @@ from strop.config.adapter import AdapterConfig
 from strop.errors import CheckpointError, ConfigError, EngineError
 from strop.models.fuse import fuse
 from strop.models.loading import LanguageModel, base_name
+from strop.models.shards import full
 from strop.ops.head import LowRank
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -84,9 +86,10 @@ class Adapter:
         seen: set[str] = set()
         for name, tensor in self.model.state():
             seen.add(name)
-            yield name, self._merge(tensor, deltas[name]) if name in deltas else tensor.detach().clone()
+            whole = full(tensor)
+            yield name, self._merge(whole, deltas[name]) if name in deltas else whole
         for name in deltas.keys() - seen:  # tied: the embedding stands for both, and only the output matrix changes
-            yield name, self._merge(self.model.head.weight, deltas[name])
+            yield name, self._merge(full(self.model.head.weight), deltas[name])
 
     def _merge(self, weight: Tensor, layer: LoraLayer) -> Tensor:
         delta: Tensor = cast("Any", layer).get_delta_weight(self.name)  # each kind of layer has its own
@@ -199,7 +202,7 @@ def _inject(model: LanguageModel, name: str, lora: LoraConfig, *, seed: int) -> 
     shell = nn.Module()
     for child_name, child in model.module.named_children():
         shell.add_module(child_name, child)
-    with torch.random.fork_rng(devices=[]):
+    with torch.random.fork_rng(devices=[]), _as_if_whole(model.module):
         torch.manual_seed(seed)
         inject_adapter_in_model(lora, shell, adapter_name=name)
     for child_name, child in shell.named_children():
@@ -212,9 +215,29 @@ def _inject(model: LanguageModel, name: str, lora: LoraConfig, *, seed: int) -> 
     for parameter in adapter.parameters().values():
         if parameter.dtype == torch.bfloat16:  # small steps vanish in bfloat16
             parameter.data = parameter.data.float()
-    fuse(model.module, model.impl)  # strop's forms hold the modules that PEFT has just wrapped
+    # strop's forms hold the modules that PEFT has just wrapped
+    fuse(model.module, model.impl, agreed=frozenset(model.fused))
     model.module.eval()
     return adapter
+
+
+@contextmanager
+def _as_if_whole(module: nn.Module) -> Generator[None]:
+    """Shards stand aside for tensors of the whole's shape and no memory: PEFT would size its matrices by the shards."""
+    shards = [
+        (child, name, parameter)
+        for child in module.modules()
+        for name, parameter in child.named_parameters(recurse=False)
+        if isinstance(parameter, DTensor)
+    ]
+    try:
+        for child, name, parameter in shards:
+            shape = torch.empty((), dtype=parameter.dtype, device=parameter.device).expand(parameter.shape)
+            setattr(child, name, nn.Parameter(shape, requires_grad=False))
+        yield
+    finally:
+        for child, name, parameter in shards:
+            setattr(child, name, parameter)
 
 
 def targets(module: PreTrainedModel, kinds: tuple[str, ...]) -> tuple[list[str], list[str]]:

@@ -27,7 +27,7 @@ import torch.distributed as dist
 from torch.distributed import FileStore  # pyright: ignore[reportPrivateImportUsage]
 
 from strop.errors import StropError
-from strop.runtime.ranks import Answer, MakeEngine, RankError, RankServer, agreed
+from strop.runtime.ranks import WHOLE, Answer, MakeEngine, RankError, RankServer, agreed
 
 GRACE_S = 5.0  # for the other ranks to answer too, once one has failed: they may be waiting for it
 
@@ -65,12 +65,12 @@ class ProcessRanks:
     def size(self) -> int:
         return len(self._children)
 
-    def call(self, method: str, arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
+    def call(self, method: str, arguments: Sequence[tuple[Any, ...]], engine: str = WHOLE) -> list[Any]:
         if self._broken is not None:
             raise RankError(f"{method}: this engine's ranks were stopped: {self._broken}")
         for rank, (pipe, given) in enumerate(zip(self._pipes, arguments, strict=True)):
             try:
-                pipe.send((method, given))
+                pipe.send((engine, method, given))
             except (BrokenPipeError, ConnectionResetError) as error:
                 raise self._stop(f"rank {rank} is gone{self._ending(rank)} ({method})") from error
         try:
@@ -156,12 +156,12 @@ def _child(pipe: Connection[Any, Any], make: MakeEngine, place: _Place) -> None:
 async def _serve(pipe: Connection[Any, Any], server: RankServer) -> None:
     while True:
         try:
-            method, arguments = pipe.recv()
+            engine, method, arguments = pipe.recv()
         except EOFError:
             return
         found: Answer | None = None
         try:
-            found = await server.answer(method, arguments)
+            found = await server.answer(engine, method, arguments)
         finally:
             if found is None:  # this ends the rank, which says why before it goes
                 unforeseen = RuntimeError(f"rank {server.rank} ends: {sys.exception()!r}")

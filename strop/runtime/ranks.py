@@ -13,8 +13,13 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
+from strop.config.adapter import AdapterConfig
 from strop.engines.base import Engine
 from strop.errors import EngineError, StropError
+
+MakeEngine = Callable[[], Engine]
+BUCKET_BYTES = 64 << 20  # of weights that come in one answer
+WHOLE = ""  # the name of the engine that is not an adapter's
 
 
 class RankError(EngineError):
@@ -22,13 +27,15 @@ class RankError(EngineError):
 
 
 class Ranks(Protocol):
-    """Processes that each run the same engine's share."""
+    """Processes that each run their share of the same engines: one, and the adapters over it."""
 
     @property
     def size(self) -> int: ...
 
-    def call(self, method: str, arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
-        """Call the engine's `method` on every rank, on rank r with `arguments[r]`; the results in order of ranks.
+    def call(self, method: str, arguments: Sequence[tuple[Any, ...]], engine: str = WHOLE) -> list[Any]:
+        """Call an engine's `method` on every rank, on rank r with `arguments[r]`; the results in order of ranks.
+
+        `engine` is the name of an adapter's, once "adapter" was called with that name.
 
         An error that every rank raises alike (a mistake in the arguments) comes back as it is, and the ranks go on.
         Anything else (one rank that raises, dies, or is silent for too long) is a RankError that names the rank.
@@ -47,50 +54,63 @@ class Answer:
     traceback: str = ""
 
 
-MakeEngine = Callable[[], Engine]
-BUCKET_BYTES = 64 << 20  # of weights that come in one answer
-
-
 class RankServer:
-    """One rank: an engine, and what it can be asked by name."""
+    """One rank: its engines, and what they can be asked by name."""
 
     def __init__(self, engine: Engine, rank: int) -> None:
-        self._engine = engine
         self.rank = rank
-        self._weights: Iterator[tuple[str, Tensor]] = iter(())
-        self._methods: dict[str, Callable[..., Any]] = {
-            "capabilities": lambda: engine.capabilities,
-            "forward": engine.forward,
-            "forward_backward": engine.forward_backward,
-            "zero_grad": engine.zero_grad,
-            "optim_step": engine.optim_step,
-            "start_weights": self._start_weights,
-            "next_weights": self._next_weights,
-            "save": engine.save,
-            "load": engine.load,
-            "resident": engine.resident,
-        }
+        self._methods = {WHOLE: self._methods_of(engine)}
 
-    async def answer(self, method: str, arguments: tuple[Any, ...]) -> Answer:
+    async def answer(self, engine: str, method: str, arguments: tuple[Any, ...]) -> Answer:
         """Run one call. What the engine raises is an answer too."""
         try:
-            found: Any = self._methods[method](*arguments)
+            found: Any = self._methods[engine][method](*arguments)
             if isinstance(found, Awaitable):
                 found = await found
         except (StropError, ValueError, TypeError, RuntimeError, OSError, ArithmeticError, LookupError) as error:
             return Answer(error=error, traceback=traceback.format_exc())
         return Answer(result=found)
 
-    def _start_weights(self) -> None:
-        self._weights = self._engine.weights()
+    def _methods_of(self, engine: Engine) -> dict[str, Callable[..., Any]]:
+        weights, adapter_weights = _Stream(engine.weights, self.rank), _Stream(engine.adapter_weights, self.rank)
 
-    def _next_weights(self) -> list[tuple[str, Tensor]]:
-        """The next tensors, some megabytes of them; none at the end. All ranks take part, the first one answers."""
+        def adapter(name: str, config: AdapterConfig, trainable: bool) -> None:
+            self._methods[name] = self._methods_of(engine.adapter(name, config, trainable=trainable))
+
+        return {
+            "capabilities": lambda: engine.capabilities,
+            "forward": engine.forward,
+            "forward_backward": engine.forward_backward,
+            "zero_grad": engine.zero_grad,
+            "optim_step": engine.optim_step,
+            "start_weights": weights.start,
+            "next_weights": weights.next,
+            "start_adapter_weights": adapter_weights.start,
+            "next_adapter_weights": adapter_weights.next,
+            "adapter": adapter,
+            "save": engine.save,
+            "load": engine.load,
+            "resident": engine.resident,
+        }
+
+
+class _Stream:
+    """Tensors that a rank sends, some megabytes at a time. All ranks take part, the first one answers."""
+
+    def __init__(self, tensors: Callable[[], Iterator[tuple[str, Tensor]]], rank: int) -> None:
+        self._tensors, self._rank = tensors, rank
+        self._left: Iterator[tuple[str, Tensor]] = iter(())
+
+    def start(self) -> None:
+        self._left = self._tensors()
+
+    def next(self) -> list[tuple[str, Tensor]]:
+        """The next tensors; none at the end."""
         bucket: list[tuple[str, Tensor]] = []
         size = 0
-        for name, tensor in self._weights:
+        for name, tensor in self._left:
             size += tensor.nbytes
-            bucket.append((name, tensor if self.rank == 0 else tensor[:0]))
+            bucket.append((name, tensor if self._rank == 0 else tensor[:0]))
             if size >= BUCKET_BYTES:
                 break
         return bucket

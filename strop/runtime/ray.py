@@ -21,7 +21,7 @@ from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsa
 
 from strop.config.parallel import RuntimeConfig
 from strop.errors import ConfigError, StropError
-from strop.runtime.ranks import Answer, MakeEngine, RankError, RankServer, agreed
+from strop.runtime.ranks import WHOLE, Answer, MakeEngine, RankError, RankServer, agreed
 
 try:
     import ray
@@ -71,9 +71,9 @@ class Rank:
             return Answer(error=error, traceback=traceback.format_exc())
         return Answer()
 
-    def answer(self, method: str, arguments: tuple[Any, ...]) -> Answer:
+    def answer(self, engine: str, method: str, arguments: tuple[Any, ...]) -> Answer:
         assert self._server is not None
-        return asyncio.run(self._server.answer(method, arguments))
+        return asyncio.run(self._server.answer(engine, method, arguments))
 
 
 class RayRanks:
@@ -116,10 +116,12 @@ class RayRanks:
     def size(self) -> int:
         return len(self._actors)
 
-    def call(self, method: str, arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
+    def call(self, method: str, arguments: Sequence[tuple[Any, ...]], engine: str = WHOLE) -> list[Any]:
         if self._broken is not None:
             raise RankError(f"{method}: this engine's ranks were stopped: {self._broken}")
-        asked = [actor.answer.remote(method, given) for actor, given in zip(self._actors, arguments, strict=True)]
+        asked = [
+            actor.answer.remote(engine, method, given) for actor, given in zip(self._actors, arguments, strict=True)
+        ]
         found = self._get(asked, method)
         try:
             return agreed(found)

@@ -13,9 +13,8 @@ from strop.config.adapter import AdapterConfig
 from strop.config.parallel import ParallelConfig
 from strop.data.dummy import dummy_of
 from strop.data.packing import Batch
-from strop.engines.base import Capabilities, Engine, ForwardBackward, Loss, OptimOutcome, OptimParams
-from strop.errors import EngineError
-from strop.runtime.ranks import Ranks
+from strop.engines.base import Capabilities, ForwardBackward, Loss, OptimOutcome, OptimParams
+from strop.runtime.ranks import WHOLE, Ranks
 from strop.types import Outputs, Want, merge_metrics
 
 InputsT = TypeVar("InputsT")
@@ -27,10 +26,11 @@ class RemoteEngine:
     Lane d of D takes `batches[d::D]`, filled up with batches that train nothing where the number does not divide.
     """
 
-    def __init__(self, ranks: Ranks, parallel: ParallelConfig) -> None:
+    def __init__(self, ranks: Ranks, parallel: ParallelConfig, name: str = WHOLE) -> None:
         self._ranks = ranks
         self._parallel = parallel
-        self.capabilities: Capabilities = ranks.call("capabilities", [()] * ranks.size)[0]
+        self._name = name  # of the adapter that this engine trains
+        self.capabilities: Capabilities = self._at_once("capabilities")
         self.data_parallel = parallel.lanes
 
     async def forward(self, batches: list[Batch[InputsT]], want: Want = Want()) -> list[Outputs]:  # noqa: B008
@@ -63,18 +63,21 @@ class RemoteEngine:
         return (await self._all("optim_step", params))[0]
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        self._ranks.call("start_weights", [()] * self._ranks.size)
-        while bucket := self._ranks.call("next_weights", [()] * self._ranks.size)[0]:
+        self._at_once("start_weights")
+        while bucket := self._at_once("next_weights"):
             yield from bucket
 
     def lend_weights(self) -> Iterator[tuple[str, Tensor]]:
         return self.weights()
 
     def adapter_weights(self) -> Iterator[tuple[str, Tensor]]:
-        raise EngineError("adapters are not trained over several ranks yet; set engine.parallel to 1 rank")
+        self._at_once("start_adapter_weights")
+        while bucket := self._at_once("next_adapter_weights"):
+            yield from bucket
 
-    def adapter(self, name: str, config: AdapterConfig, *, trainable: bool = True) -> Engine:
-        raise EngineError(f"adapter {name!r}: adapters are not trained over several ranks yet")
+    def adapter(self, name: str, config: AdapterConfig, *, trainable: bool = True) -> RemoteEngine:
+        self._at_once("adapter", name, config, trainable)
+        return RemoteEngine(self._ranks, self._parallel, name)
 
     async def save(self, folder: Path) -> None:
         await self._all("save", folder)
@@ -88,11 +91,15 @@ class RemoteEngine:
     def close(self) -> None:
         self._ranks.close()
 
+    def _at_once(self, method: str, *arguments: Any) -> Any:
+        """Call all ranks and wait; what the first one says."""
+        return self._ranks.call(method, [arguments] * self._ranks.size, self._name)[0]
+
     async def _all(self, method: str, *arguments: Any) -> list[Any]:
         return await self._call(method, [arguments] * self._ranks.size)
 
     async def _call(self, method: str, arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
-        return await asyncio.to_thread(self._ranks.call, method, arguments)
+        return await asyncio.to_thread(self._ranks.call, method, arguments, self._name)
 
     def _deal(self, batches: list[Batch[InputsT]]) -> list[list[Batch[InputsT]]]:
         lanes = self._parallel.lanes

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -12,6 +13,7 @@ from strop.config.model import ModelConfig
 from strop.config.recipe import EngineConfig, Recipe
 from strop.engines.base import Engine
 from strop.engines.build import build_engine
+from strop.engines.fsdp2.engine import read_weights
 from strop.models.heads import ValueHead
 from strop.models.loading import DTYPES, load_model
 from strop.models.shards import share_of
@@ -33,6 +35,7 @@ class RankModel:
     vocab_size: int
     seed: int
     value_head: ValueHead | None = None
+    weights: Path | None = None  # an engine's folder: what it holds of the model's weights stands for them
 
 
 def rank_engine(config: EngineConfig, of: RankModel, trainable: bool) -> Engine:
@@ -43,6 +46,8 @@ def rank_engine(config: EngineConfig, of: RankModel, trainable: bool) -> Engine:
     first = dist.get_rank() == 0
     if first:
         model = load_model(of.model, vocab_size=of.vocab_size, seed=of.seed, value_head=of.value_head)
+        if of.weights is not None:
+            read_weights(model, of.weights)
         _tell(facts_of(model))
     else:
         model = empty_twin(of.model, of.vocab_size, _told())

@@ -18,6 +18,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from strop.config.adapter import AdapterConfig
+from strop.config.parallel import ParallelConfig
 from strop.config.recipe import EngineConfig
 from strop.data.packing import Batch
 from strop.engines.base import Capabilities, ForwardBackward, Loss, OptimOutcome, OptimParams
@@ -61,16 +62,16 @@ class Fsdp2Engine:
     ) -> None:
         self.model = model
         spread = config.parallel.ranks > 1 and model.device.type != "meta"  # a plan looks at a model without weights
-        if spread and adapter is None:
+        if spread and base is None:
             model.module.requires_grad_(trainable)
-        self._routers = Routers(model)  # before their weights are spread
-        self._place: Place = Spread(model, config.parallel) if spread else Alone(model)
+        self._routers = base._routers if base is not None else Routers(model)  # before their weights are spread
+        self._place = base._place if base is not None else _place(model, config.parallel, spread)
         self.trainable = trainable
         self._config = config
         self._adapter = adapter
         self._base = base
         self.capabilities = Capabilities(
-            lora=not spread,
+            lora=config.parallel.tensor == 1,
             shared_prefix=True,
             value_head=model.value_head is not None,
             router_replay=self._routers.known and config.parallel.sequence == 1,
@@ -107,7 +108,7 @@ class Fsdp2Engine:
         self._here("forward_backward")
         with self._optimizers.all_or_nothing(), self._activations.applied(), self._adapted():
             learned = self._learn(batches, loss, want)
-            self._place.add_up()
+            self._place.add_up([] if self._adapter is None else self._adapter.parameters().values())
             self._place.put_away()
             return learned
 
@@ -198,7 +199,8 @@ class Fsdp2Engine:
     async def save(self, folder: Path) -> None:
         self._here("save")
         if self._adapter is not None:
-            self._adapter.save(folder)
+            if is_first_rank():
+                self._adapter.save(folder)
         else:
             self._write(dict(self.model.state()), folder / WEIGHTS)
         if self._optimizers is not None:
@@ -272,8 +274,26 @@ class Fsdp2Engine:
             raise EngineError(f"adapter {name!r} needs a frozen base: build that engine with trainable=False")
         if self.model.value_head is not None:
             raise EngineError(f"adapter {name!r}: a value model's head would not be trained; train the whole model")
+        if self._place.ranks > 1 and (self._config.parallel.tensor > 1 or "experts" in config.targets):
+            raise EngineError(
+                f"adapter {name!r}: over ranks an adapter is of attention, mlp and unembedding, and its base is not "
+                "cut by tensor: set engine.parallel.tensor to 1 and take experts out of engine.adapter.targets"
+            )
         added = add_adapter(self.model, name, config)
         return Fsdp2Engine(self.model, self._config, trainable=trainable, adapter=added, base=self)
+
+
+def read_weights(model: LanguageModel, folder: Path) -> None:
+    """Copy in, tensor by tensor, what an engine of such a body wrote to `folder`; a head of the model's own stays."""
+    with safe_open(folder / WEIGHTS, framework="pt") as saved, torch.no_grad():
+        names = set(saved.keys())
+        for name, tensor in model.state():
+            if name in names:
+                tensor.copy_(saved.get_tensor(name))
+
+
+def _place(model: LanguageModel, config: ParallelConfig, spread: bool) -> Place:
+    return Spread(model, config) if spread else Alone(model)
 
 
 def _moments(file: Path) -> tuple[dict[str, Tensor], str]:

@@ -64,7 +64,7 @@ class Place(Protocol):
         """Whether the next backward pass sums gradients over ranks; it does so once for a call, at its last batch."""
         ...
 
-    def add_up(self) -> None:
+    def add_up(self, adapter: Iterable[Tensor]) -> None:
         """After a call's last backward pass: what each rank has only a part of the gradient of is summed."""
         ...
 
@@ -102,7 +102,7 @@ class Alone:
 
     def syncs(self, now: bool) -> None: ...
 
-    def add_up(self) -> None: ...
+    def add_up(self, adapter: Iterable[Tensor]) -> None: ...
 
     def put_away(self) -> None: ...
 
@@ -139,7 +139,8 @@ class Spread:
         precision = MixedPrecisionPolicy(
             param_dtype=torch.bfloat16 if config.compute == "bfloat16" else None, reduce_dtype=model.dtype
         )
-        shard(root, mesh["shards"] if config.replicas == 1 else mesh["replicas", "shards"], precision)
+        shards = mesh["shards"] if config.replicas == 1 else mesh["replicas", "shards"]
+        shard(root, shards, precision)
         self._root = root
         self._tensor = mesh.get_group("tensor")
         self._partial = [model.module.get_parameter(name) for name in partial]
@@ -182,7 +183,11 @@ class Spread:
             part.set_requires_gradient_sync(now, recurse=False)
             part.set_is_last_backward(now)
 
-    def add_up(self) -> None:
+    def add_up(self, adapter: Iterable[Tensor]) -> None:
+        for parameter in adapter:  # every rank holds it whole, and saw its own tokens
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            dist.all_reduce(parameter.grad)
         for parameter in self._partial:
             if parameter.grad is not None:
                 assert isinstance(parameter.grad, DTensor)

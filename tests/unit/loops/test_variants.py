@@ -156,24 +156,36 @@ def test_an_adapter_learns_and_is_exported_both_ways(tmp_path: Path) -> None:
         assert torch.allclose(merged(ids[None]).logits[0], ours, atol=1e-4)
 
 
-def test_ranks_learn_what_one_process_learns(tmp_path: Path) -> None:
-    """Two ranks, a sampler here, a reference over ranks of its own; saved, exported, and measured as ever."""
+GRPO = "grpo={steps: 3, tasks_per_step: 4, group_size: 4, schedule: {lr: 1e-3}, kl: {coefficient: 0.01}}"
+PPO = "ppo={steps: 3, tasks_per_step: 8, schedule: {lr: 1e-3}, critic: {schedule: {lr: 1e-3}}}"
+
+
+@pytest.mark.parametrize(
+    "loop",
+    [
+        [GRPO],
+        [GRPO, "engine.adapter={rank: 4, targets: [attention, mlp, unembedding]}"],
+        ["grpo=null", PPO],
+    ],
+    ids=["whole", "adapter", "ppo"],
+)
+def test_ranks_learn_what_one_process_learns(tmp_path: Path, loop: list[str]) -> None:
+    """Two ranks, a sampler here, a reference or a critic over ranks of its own; saved, exported, measured as ever."""
     found: dict[str, list[dict[str, Any]]] = {}
     for name, ranks in (("one", 1), ("two", 2)):
         folder = tmp_path / name
         folder.mkdir()
         path = folder / "tiny.yaml"
         path.write_text(RECIPE)
-        changed = [
-            "grpo={steps: 3, tasks_per_step: 4, group_size: 4, schedule: {lr: 1e-3}, kl: {coefficient: 0.01}}",
-            f"engine.parallel.data={ranks}",
-            f"run.folder={folder}/run",
-        ]
+        changed = [*loop, f"engine.parallel.data={ranks}", f"run.folder={folder}/run"]
         runner.train(load_recipe(path, changed), path, resume=False)
         found[name] = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
     for one, two in zip(found["one"], found["two"], strict=True):
         assert two["sampler/gap_max"] <= 1e-5
-        for name in ("reward/mean", "optim/grad_norm", "kl/reference", "policy/entropy"):
+        names = {"reward/mean", "optim/grad_norm", "kl/reference", "policy/entropy", "critic/grad_norm", "value/loss"}
+        shown = sorted(names & one.keys())
+        assert len(shown) >= 4
+        for name in shown:
             assert two[name] == pytest.approx(one[name], rel=1e-2, abs=1e-5)
     exported = [AutoModelForCausalLM.from_pretrained(tmp_path / name / "run" / "export") for name in ("one", "two")]
     for a, b in zip(exported[0].parameters(), exported[1].parameters(), strict=True):
