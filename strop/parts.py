@@ -52,7 +52,15 @@ class Parts:
     params: SamplingParams
 
     def player(self, seed: int) -> Player:
-        return Player(self.sampler, self.renderer, self.new_env, seed=seed, max_turns=self.recipe.tasks.max_turns)
+        cfg = self.recipe.tasks
+        return Player(
+            self.sampler,
+            self.renderer,
+            self.new_env,
+            seed=seed,
+            max_turns=cfg.max_turns,
+            timeout_s=cfg.episode_timeout_s,
+        )
 
     def evaluator(self) -> Evaluator:
         return Evaluator(

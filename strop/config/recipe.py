@@ -75,6 +75,8 @@ class TasksConfig(Section):
     """`exact`, `number`, `math`, the source's own `reasoning_gym`, or file.py:function(task, reply) -> float."""
     max_turns: Positive = 1
     """Replies in one episode at the most."""
+    episode_timeout_s: Annotated[float, Field(gt=0)] = 3600.0
+    """An episode that has not ended after so long has failed; it is counted, as any that fails."""
     too_long: Annotated[TooLong, Field(strict=False)] = TooLong.ERROR
     """What happens to a sequence longer than `engine.pack_tokens`: stop and name its task, or drop and count it."""
 

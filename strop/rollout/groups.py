@@ -57,13 +57,21 @@ class Player:
     """
 
     def __init__(
-        self, sampler: Sampler, renderer: Renderer, new_env: Callable[[Task], Env], *, seed: int, max_turns: int = 1
+        self,
+        sampler: Sampler,
+        renderer: Renderer,
+        new_env: Callable[[Task], Env],
+        *,
+        seed: int,
+        max_turns: int = 1,
+        timeout_s: float | None = None,  # for the episodes of one call; those that have not ended then failed
     ) -> None:
         self._sampler = sampler
         self._renderer = renderer
         self._new_env = new_env
         self._seed = seed
         self._max_turns = max_turns
+        self._timeout_s = timeout_s
 
     async def play(
         self,
@@ -79,16 +87,29 @@ class Player:
 
         `first` is how many tasks of this step were played before these, so that no two attempts draw alike.
 
-        An episode that raises is logged and becomes a trajectory that ended with FAILED and has reward NaN. Raises
-        RolloutError when there are more of them than `failures` allows.
+        An episode that raises, or does not end in time, becomes a trajectory that ended with FAILED and has reward NaN.
+        Raises RolloutError when there are more of them than `failures` allows.
         """
-        episodes = [
-            self._attempt(task, replace(params, seed=attempt_seed(self._seed, step, first + index, attempt)), failures)
+        playing = [
+            asyncio.ensure_future(
+                self._attempt(
+                    task, replace(params, seed=attempt_seed(self._seed, step, first + index, attempt)), failures
+                )
+            )
             for index, task in enumerate(tasks)
             for attempt in range(group_size)
         ]
-        trajectories = await asyncio.gather(*episodes)
-        failures.check(len(episodes))
+        try:
+            late = (await asyncio.wait(playing, timeout=self._timeout_s))[1] if playing else set()
+        finally:
+            for attempt in playing:
+                attempt.cancel()
+        await asyncio.gather(*late, return_exceptions=True)
+        for index, attempt in enumerate(playing):
+            if attempt in late:
+                failures.add(f"task {tasks[index // group_size].id}: no end within {self._timeout_s:g} s")
+        failures.check(len(playing))
+        trajectories = [failed() if attempt in late else attempt.result() for attempt in playing]
         return [
             Group(task.id, trajectories[index * group_size : (index + 1) * group_size])
             for index, task in enumerate(tasks)
@@ -105,7 +126,12 @@ class Player:
         except Exception as error:  # one broken episode must not end the run: it is counted, and there is a limit
             log.warning("an episode of task %s failed", task.id, exc_info=error)
             failures.add(f"task {task.id}: {type(error).__name__}: {error}")
-            return Trajectory(reward=float("nan"), ending=Ending.FAILED)
+            return failed()
+
+
+def failed() -> Trajectory:
+    """What stands for an episode that failed."""
+    return Trajectory(reward=float("nan"), ending=Ending.FAILED)
 
 
 def attempt_seed(seed: int, step: int, task: int, attempt: int) -> int:

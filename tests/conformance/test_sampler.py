@@ -314,7 +314,10 @@ def test_no_cache_outlives_a_weight_update(factory: Factory):
 
 
 def test_running_requests_go_on_with_new_weights(sampler: Sampler):
-    """Each token has the version that drew it, and its logprob is that version's, over everything before it."""
+    """Each token has the version that drew it, and its logprob is that version's, over everything before it.
+
+    B23: a request that is interrupted by the update goes on with what is left of its budget.
+    """
     prompts = [tokens(n, n) for n in (5, 33, 20, 20)]
 
     async def update_midway() -> list[Completion]:
@@ -327,6 +330,7 @@ def test_running_requests_go_on_with_new_weights(sampler: Sampler):
         return list(await asyncio.gather(*running))
 
     for prompt, completion in zip(prompts, asyncio.run(update_midway()), strict=True):
+        assert len(completion.tokens) == 50
         assert set(completion.versions.tolist()) == {0, 1}
         assert (np.diff(completion.versions) >= 0).all()
         by_version = np.stack([expected_logprobs(prompt, completion, seed=version) for version in (0, 1)])

@@ -1,4 +1,4 @@
-"""Casebook (a), wrong mathematics that nobody noticed: every row has a test that names it, or a reason why it has none.
+"""Casebook (a), wrong mathematics that nobody noticed: every row has a test that names it.
 
 A test names a row in its own name (`test_a01_...`) or in its docstring (`A01`). Most of them stand next to what they
 test; those of rows that belong to no single part are here.
@@ -23,12 +23,6 @@ from tests.unit.data.groups import pack, segment, trained
 # The numbers that are not here belong to rows that say the same as another one.
 ROWS = {f"A{n:02d}" for n in (1, *range(3, 11), *range(12, 19), *range(20, 36), *range(37, 42), *range(43, 51))}
 
-CANNOT_APPLY = {
-    "A33": "The fault is in sums over ranks that share one sequence. No engine splits a sequence over ranks.",
-    "A34": "The fault is in the backward pass of a gather over ranks. An engine is one process and gathers nothing.",
-    "A35": "The fault is a gradient norm summed over the wrong ranks. An engine is one process and holds all of it.",
-}
-
 
 def named_rows(source: str) -> set[str]:
     """The rows that a file's tests name."""
@@ -47,13 +41,11 @@ def doc(node: ast.FunctionDef | ast.AsyncFunctionDef) -> str:
     )
 
 
-def test_every_row_has_a_test_or_a_reason() -> None:
+def test_every_row_has_a_test() -> None:
     files = Path(__file__).parents[1].rglob("test_*.py")
     tested = set().union(*(named_rows(path.read_text()) for path in files))
     assert tested <= ROWS, f"no such rows: {sorted(tested - ROWS)}"
-    assert not tested & CANNOT_APPLY.keys(), f"tested, so it can apply: {sorted(tested & CANNOT_APPLY.keys())}"
-    assert not ROWS - tested - CANNOT_APPLY.keys(), f"no test: {sorted(ROWS - tested - CANNOT_APPLY.keys())}"
-    assert CANNOT_APPLY.keys() <= ROWS
+    assert tested >= ROWS, f"no test: {sorted(ROWS - tested)}"
 
 
 def test_what_names_a_row() -> None:

@@ -162,6 +162,7 @@ UNIFORM = (1.0, 1.0)
 
 @played
 async def test_slots_bound_what_is_in_the_making() -> None:
+    """G16: what is begun is counted, so none can be lost; a slot is given back by what ended, failed or was dropped."""
     drawn, player = ahead(max_lag=2)
     for step in range(4):
         assert await taken(drawn, step, player, 2 * step, 2 * step + 1) == [2 * step, 2 * step + 1]
@@ -179,6 +180,7 @@ async def test_the_last_steps_begin_no_task_that_nothing_would_learn_from() -> N
 
 @played
 async def test_an_order_is_kept() -> None:
+    """G17: more have ended than a step takes. None is dropped: the next step has them, and nothing waits for them."""
     drawn, player = ahead(max_lag=1)
     assert await taken(drawn, 0, player, 3, 2, 1, 0) == [0, 1]
     assert await taken(drawn, 1, player) == [2, 3]

@@ -112,7 +112,52 @@ def task(name: str, answer: str = "") -> Task:
 
 
 def play(player: Player, tasks: list[Task], size: int, step: int = 0, max_failures: int = 0) -> list[Group]:
-    return asyncio.run(player.play(tasks, size, SamplingParams(max_tokens=4), step=step, failures=Failures(step, max_failures)))
+    return asyncio.run(
+        player.play(tasks, size, SamplingParams(max_tokens=4), step=step, failures=Failures(step, max_failures))
+    )
+
+
+def test_an_episode_that_never_ends_is_named_and_counted():
+    """G16: of 8 attempts one never returns. The others are kept, nobody waits for ever, and there is a limit."""
+
+    class Stuck(Recorder):
+        async def sample(self, prompt: Prompt, params: SamplingParams) -> Completion:
+            if params.seed == attempt_seed(3, 0, 1, 2):
+                await asyncio.Event().wait()
+            return await super().sample(prompt, params)
+
+    player = Player(Stuck(), Words(), Fragile, seed=3, timeout_s=0.2)
+    first, second = play(player, [task("a"), task("b")], 4, max_failures=1)
+    assert [t.ending for t in first] == [Ending.DONE] * 4
+    assert [t.ending for t in second] == [Ending.DONE, Ending.DONE, Ending.FAILED, Ending.DONE]
+    assert isnan(second.trajectories[2].reward) and results(describe([first, second]))["rollout/failed"] == 1
+    with pytest.raises(RolloutError, match=r"1 of 8 episodes of step 0 failed, max_failures=0: task b: no end within"):
+        play(player, [task("a"), task("b")], 4)
+
+
+def test_episodes_of_a_step_that_is_given_up_are_given_up_too():
+    class Counting(Recorder):
+        given_up: int = 0
+
+        async def sample(self, prompt: Prompt, params: SamplingParams) -> Completion:
+            try:
+                await asyncio.Event().wait()
+            finally:
+                self.given_up += 1
+            raise AssertionError
+
+    async def work() -> int:
+        sampler = Counting()
+        player = Player(sampler, Words(), Fragile, seed=3)
+        params = SamplingParams(max_tokens=4)
+        playing = asyncio.ensure_future(player.play([task("a")], 3, params, step=0, failures=Failures(0, 0)))
+        await asyncio.sleep(0.01)
+        playing.cancel()
+        await asyncio.gather(playing, return_exceptions=True)
+        await asyncio.sleep(0)
+        return sampler.given_up
+
+    assert asyncio.run(work()) == 3
 
 
 def test_all_episodes_of_a_step_run_at_once_and_come_back_in_order():
