@@ -13,8 +13,9 @@ from strop.config.loops import LoopConfig, SFTConfig
 from strop.config.policy import AsyncGRPOConfig, GRPOConfig
 from strop.config.ppo import CriticConfig, PPOConfig
 from strop.config.preferences import DPOConfig, RewardModelConfig
-from strop.config.recipe import ModelConfig, Recipe, TasksConfig
+from strop.config.recipe import ModelConfig, Recipe, SamplerConfig, TasksConfig
 from strop.config.section import Section
+from strop.config.vllm import VllmConfig
 
 ROOT = Path(__file__).parents[3]
 
@@ -58,7 +59,8 @@ def test_the_reference_recipe_loads_and_holds_every_default() -> None:
     assert (recipe.model, recipe.tasks) == (model, TasksConfig(source="jsonl", path="tasks.jsonl"))
     assert recipe.ppo == PPOConfig(critic=CriticConfig(model=model))
     assert recipe.distill is not None and len(recipe.distill.teachers) == 1
-    given = {"model", "tasks", "ppo", "distill"}
+    assert recipe.sampler == SamplerConfig(vllm=VllmConfig()), "sections that a run may be without are shown"
+    given = {"model", "tasks", "ppo", "distill", "sampler"}
     defaults: dict[str, LoopConfig] = {
         "sft": SFTConfig(),
         "grpo": GRPOConfig(),
