@@ -53,9 +53,11 @@ class VllmSampler:
         decode: Callable[[list[int]], str] | None = None,
         casts: bool = False,
         module: PreTrainedModel | None = None,
+        ties: dict[str, list[str]] | None = None,
     ) -> None:
         self._link = link
         self._module = module
+        self._ties = ties or {}
         self._shapes = shapes
         self._max_length = max_length
         self._cache_tokens = cache_tokens
@@ -91,12 +93,14 @@ class VllmSampler:
             "enforce_eager": config.eager,
             "tensor_parallel_size": config.tensor_parallel,
         }
-        described = {**json.loads(model.config.to_json_string()), "architectures": [type(model.module).__name__]}
+        described = json.loads(model.config.to_json_string(use_diff=False))  # versions differ in what is a default
+        described |= {"architectures": [type(model.module).__name__], "tie_word_embeddings": False}
         with torch.device("meta"):
             module = type(model.module)(model.config)
         sampler = cls(
             connect(config),
             module=module,
+            ties=_ties(model.module),
             shapes={name: (tuple(tensor.shape), tensor.dtype) for name, tensor in model.state()},
             max_length=max_length,
             cache_tokens=cache_tokens,
@@ -229,12 +233,14 @@ class VllmSampler:
             yield name, tensor
 
     def _published(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """As checkpoints of the architecture hold them, and vLLM reads them: experts one by one."""
+        """As checkpoints of the architecture hold them, and vLLM reads them: experts one by one, and a tied head beside
+        the embedding. vLLM would tie it too, but on processors it keeps a copy of its own, which no update reaches."""
         for name, tensor in weights:
-            if self._module is None:
-                yield name, tensor
-            else:
-                yield from revert_weight_conversion(self._module, {name: tensor}).items()
+            for each in (name, *self._ties.get(name, [])):
+                if self._module is None:
+                    yield each, tensor
+                else:
+                    yield from revert_weight_conversion(self._module, {each: tensor}).items()
 
     def _check(self, prompt: Prompt, params: SamplingParams) -> None:
         """Raise RolloutError for a request that cannot be run, before it is sent."""
@@ -277,6 +283,14 @@ class VllmSampler:
         low, high, last = int(prompt.tokens.min()), int(prompt.tokens.max()), self._vocab_size - 1
         if low < 0 or high > last:
             raise RolloutError(f"a prompt with token ids from {low} to {high}; the model has ids 0 to {last}")
+
+
+def _ties(module: PreTrainedModel) -> dict[str, list[str]]:
+    """The other names of weights that have several, by their first."""
+    names: dict[int, list[str]] = {}
+    for name, tensor in module.state_dict(keep_vars=True).items():
+        names.setdefault(id(tensor), []).append(name)
+    return {first: others for first, *others in names.values() if others}
 
 
 def _completion(rows: list[tuple[int, float, float, int]], params: SamplingParams, stop: Stop) -> Completion:

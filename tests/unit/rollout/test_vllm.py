@@ -20,13 +20,15 @@ from strop.config.loader import read_recipe
 from strop.config.vllm import VllmConfig
 from strop.errors import ConfigError, EngineError, RolloutError
 from strop.rollout.router import Router, SamplerLost
-from strop.rollout.vllm import VllmSampler
+from strop.rollout.vllm import VllmSampler, _ties
 from strop.rollout.vllm_host.arriving import Arriving, WeightsRefused
 from strop.rollout.vllm_host.frames import HEAD, FrameError, Message, pack, proof, proves, unpack, unpack_head
 from strop.rollout.vllm_link import Link, connect, receive
 from strop.types import Completion, Prompt, SamplingParams, Stop
+from tests.tiny_models import tiny_model
 
 WAITS, REFUSES, HANGS_UP, BREAKS = 90, 91, 92, 93  # first tokens of prompts that the host takes as orders
+EXPERT = "model.layers.1.mlp.experts.3.up_proj.weight"
 WEIGHTS = {
     "a": torch.arange(6.0).view(2, 3),
     "b": torch.tensor(2.0),
@@ -265,6 +267,22 @@ def test_weights_arrive_as_they_left_and_in_any_number_of_buckets(
 
 def raw(tensor: torch.Tensor) -> bytes:
     return tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+
+
+def test_a_tied_head_and_experts_go_as_checkpoints_hold_them(tmp_path: Path) -> None:
+    """A tied head is sent beside its embedding; stacked experts one by one."""
+    for family, some, count in (("llama", "lm_head.weight", 21), ("qwen3_moe", EXPERT, 45)):
+        model = tiny_model(family)
+        ours, theirs = socket.socketpair()
+        fake, sampler = FakeHost(theirs, tmp_path), over(Link(ours, None))
+        sampler._shapes = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in model.state()}
+        sampler._module, sampler._ties = model.module, _ties(model.module)
+        asyncio.run(sampler.load_weights(model.state(), 1))
+        assert len(fake.loaded) == count
+        assert some in fake.loaded
+        sampler.close()
+        if family == "llama":
+            assert torch.equal(fake.loaded["lm_head.weight"], fake.loaded["model.embed_tokens.weight"])
 
 
 @pytest.mark.parametrize(
