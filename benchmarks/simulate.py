@@ -45,6 +45,7 @@ from strop.data.stream import TaskStream
 from strop.data.tasks import Task
 from strop.envs.base import EnvStep
 from strop.loops.collect import collect
+from strop.recipe import COLLECT
 from strop.rollout.groups import Player
 from strop.rollout.router import Router
 from strop.types import Completion, Message, Prompt, SamplingParams, Stop
@@ -316,6 +317,7 @@ def main() -> None:
     parser.add_argument("--pack-tokens", type=int, default=32_768)
     arguments = parser.parse_args()
     torch.set_num_threads(1)
+    gc.set_threshold(*COLLECT)  # as a run does
     replies = replies_of(arguments.mean, arguments.sigma, seed=0)
     print(
         f"{'samplers':>8} {'samples':>8} {'collect':>8} {'learn':>7} {'us/sample':>9} {'step s':>8} {'ideal s':>8} "

@@ -6,6 +6,7 @@ recipe -> tasks, tokenizer, model -> engine, sampler -> sft, then grpo -> checkp
 from __future__ import annotations
 
 import asyncio
+import gc
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -25,10 +26,15 @@ from strop.track.summary import print_summary
 from strop.weights.export import export_model
 from strop.weights.publish import publish
 
+# A step makes hundreds of thousands of objects that live until its end. Looking through them for cycles as often as
+# Python does by default costs a quarter of the controller's time.
+COLLECT = (100_000, 20, 20)
+
 
 def train(recipe: Recipe, recipe_path: Path, *, resume: bool) -> int:
     """Run the recipe's loops, export the best model, write the report, print what changed. Returns the exit code."""
     console = Console()
+    gc.set_threshold(*COLLECT)
     for left in range(recipe.run.restarts, -1, -1):
         try:
             asyncio.run(_train(recipe, recipe_path, console, resume=resume))
