@@ -46,9 +46,7 @@ def test_the_floor_counts_prompts_once_and_the_head_on_replies_only() -> None:
 
 def test_medians_are_taken_figure_by_figure() -> None:
     runs = [
-        grpo_step.Measured(
-            rollout=r, learn=s, step=s, wall=s, completion_tokens=7, peak_rss_mb=int(s), base_rss_mb=1
-        )
+        grpo_step.Measured(rollout=r, learn=s, step=s, wall=s, completion_tokens=7, peak_rss_mb=int(s), base_rss_mb=1)
         for r, s in ((1.0, 30.0), (3.0, 10.0), (2.0, 20.0))
     ]
     middle = grpo_step.middle(runs)
