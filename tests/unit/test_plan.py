@@ -7,6 +7,7 @@ import sys
 from hashlib import sha256
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -449,7 +450,7 @@ def test_critics_that_do_not_fit_are_refused(folder: Path, monkeypatch: pytest.M
 
     honest = Fsdp2Engine.__init__
 
-    def without(self: Fsdp2Engine, *args: object, **options: object) -> None:
+    def without(self: Fsdp2Engine, *args: Any, **options: Any) -> None:
         honest(self, *args, **options)
         self.capabilities = Capabilities(shared_prefix=True)
 

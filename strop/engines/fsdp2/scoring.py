@@ -48,7 +48,7 @@ class Scorer:
                 device=device,
                 dtype=head.weight.dtype,
                 softcap=model.softcap,
-                bias=head.bias is not None,
+                bias=head.bias is not None,  # pyright: ignore[reportUnnecessaryComparison] - most have none
             )
 
     def fuses(self, loss: Loss[Any]) -> bool:

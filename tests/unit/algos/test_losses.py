@@ -30,9 +30,13 @@ from strop.types import Layout, Outputs, Want
 LAYOUT = Layout((4,))
 MASK = torch.ones(4, dtype=torch.bool)
 OLD = torch.tensor([-1.0, -1.5, -0.5, -2.0])
-OUTPUTS = Outputs(logprobs_T=OLD + torch.tensor([0.6, -0.7, 1.3, -1.2]), entropy_T=torch.ones(4))
 SCORES = torch.tensor([[[2.0, 1.0, 0.0, -1.0]]] * 4)
-OUTPUTS = replace(OUTPUTS, router_logits_TLE=SCORES, router_shares_TLE=SCORES.softmax(-1))
+OUTPUTS = Outputs(
+    logprobs_T=OLD + torch.tensor([0.6, -0.7, 1.3, -1.2]),
+    entropy_T=torch.ones(4),
+    router_logits_TLE=SCORES,
+    router_shares_TLE=SCORES.softmax(-1),
+)
 INPUTS = PolicyInputs(
     behavior_logprobs_T=OLD,
     advantages_T=torch.tensor([1.0, -1.0, -0.7, 0.4]),

@@ -76,7 +76,7 @@ def test_the_state_says_which_epoch() -> None:
     ("taken", "unfinished"), [(5, {4}), (9, {2, 3, 8}), (13, {1, 7, 12}), (3, {0, 1, 2}), (4, set())]
 )
 def test_tasks_that_were_not_over_come_again_and_no_other_does(taken: int, unfinished: set[int]) -> None:
-    """Each task once: those that were over are skipped, whatever the epoch, also when the run stops again on the way."""
+    """Each task once: those that were over are skipped, in any epoch, also when the run stops again on the way."""
     whole = dict(TaskStream(tasks(6), seed=3).take_numbered(20))
     stream = TaskStream(tasks(6), seed=3)
     stream.take(taken)

@@ -256,7 +256,12 @@ def test_a_leak_is_found_when_the_model_is_loaded(monkeypatch: pytest.MonkeyPatc
     if what != "rule":
         monkeypatch.setattr(attention, "causal_conv", lambda x, w, layout: own_conv(x, w, one(layout)))
     if what != "conv":
-        forgetful = lambda *x, impl: own_rule(*x[:-1], one(x[-1]), impl=impl)  # noqa: E731
+
+        def forgetful(
+            q: Tensor, k: Tensor, v: Tensor, g: Tensor, b: Tensor, layout: Layout, *, impl: Impl
+        ) -> tuple[Tensor, Tensor | None]:
+            return own_rule(q, k, v, g, b, one(layout), impl=impl)
+
         monkeypatch.setattr(attention, "gated_delta_rule", forgetful)
     with pytest.raises(EngineError, match="apart" if what == "branches" else "reach each other"):
         prepare(tiny_module("qwen3_5_text"), Impl.TORCH)
@@ -265,7 +270,7 @@ def test_a_leak_is_found_when_the_model_is_loaded(monkeypatch: pytest.MonkeyPatc
 def test_other_activations_are_refused():
     module = tiny_module("qwen3_5_text")
     layer = module.get_submodule("model.layers.0.linear_attn")
-    layer.activation = "gelu"  # pyright: ignore[reportAttributeAccessIssue]
+    vars(layer)["activation"] = "gelu"
     with pytest.raises(EngineError, match="hidden_act=gelu"):
         prepare(module, Impl.TORCH)
 

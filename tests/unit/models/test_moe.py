@@ -68,7 +68,9 @@ def test_the_thinker_of_a_model_that_also_hears() -> None:
         "num_mel_bins": 8, "downsample_hidden_size": 8, "n_window": 4, "max_source_positions": 16,
     }  # fmt: skip
     text = {**FAMILIES["qwen3_moe"], "num_hidden_layers": 3}
-    config: Any = AutoConfig.for_model("qwen3_omni_moe_thinker", text_config=text, vision_config=VISION, audio_config=audio)
+    config: Any = AutoConfig.for_model(
+        "qwen3_omni_moe_thinker", text_config=text, vision_config=VISION, audio_config=audio
+    )
     module = Qwen3OmniMoeThinkerForConditionalGeneration(config)
     assert [router.layer for router in find_routers(module)] == [0, 1, 2]
 

@@ -48,7 +48,8 @@ def by_definition(x_TF: Tensor, weight_FW: Tensor, tails_SWF: Tensor, layout: La
 def test_values_gradients_and_tails(name: str, taps: int):
     layout = LAYOUTS[name]
     leaves = [x.requires_grad_() for x in inputs(layout, W=taps)]
-    expected, ends = by_definition(*leaves, layout)
+    x_TF, weight_FW, start = leaves
+    expected, ends = by_definition(x_TF, weight_FW, start, layout)
     got = causal_conv(leaves[0], leaves[1], layout, leaves[2])
     torch.testing.assert_close(got, expected, rtol=0, atol=1e-13)
     torch.testing.assert_close(conv_tails(leaves[0], layout, taps, leaves[2]), ends.detach(), rtol=0, atol=0)
@@ -84,7 +85,8 @@ def test_neighbours_poison_does_not_leak():
         x, tails = x_TF.clone(), tails_SWF.clone()
         x[~kept] *= value
         tails[0] *= value
-        x.requires_grad_(), tails.requires_grad_()
+        x.requires_grad_()
+        tails.requires_grad_()
         y = causal_conv(x, weight_FW, layout, tails)
         grads = torch.autograd.grad(y[kept].square().sum(), (x, tails))
         results.append([y[kept].detach(), grads[0][kept], grads[1][1]])

@@ -48,13 +48,15 @@ def inputs(
 
 
 def chunked(given_: list[Tensor], layout: Layout, impl: Impl = Impl.TORCH) -> tuple[Tensor, Tensor]:
-    out, ends = gated_delta_rule(*given_[:5], layout, start_SHCC=given_[5], ends=True, impl=impl)
+    q, k, v, decay, beta, start = given_
+    out, ends = gated_delta_rule(q, k, v, decay, beta, layout, start_SHCC=start, ends=True, impl=impl)
     assert ends is not None
     return out, ends
 
 
 def recurrent(given_: list[Tensor], layout: Layout) -> tuple[Tensor, Tensor]:
-    return recurrent_gated_delta_rule(*given_[:5], layout, start_SHCC=given_[5])
+    q, k, v, decay, beta, start = given_
+    return recurrent_gated_delta_rule(q, k, v, decay, beta, layout, start_SHCC=start)
 
 
 def with_gradients(form, given_: list[Tensor], layout: Layout) -> tuple[Tensor, ...]:
@@ -185,8 +187,9 @@ def test_one_step_is_the_rule_for_one_token_and_moves_the_state():
     layout = Layout((1,) * 6)
     given_ = inputs(layout, G=3)
     out, ends = recurrent(given_, layout)
-    state = given_[5].clone()
-    torch.testing.assert_close(gated_delta_step(*given_[:5], state), out, rtol=0, atol=1e-13)
+    q, k, v, decay, beta, start = given_
+    state = start.clone()
+    torch.testing.assert_close(gated_delta_step(q, k, v, decay, beta, state), out, rtol=0, atol=1e-13)
     torch.testing.assert_close(state, ends, rtol=0, atol=1e-13)
 
 

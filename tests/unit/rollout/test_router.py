@@ -100,6 +100,7 @@ def test_texts_that_begin_alike_stay_together_until_it_is_too_much() -> None:
 
 def test_what_a_lost_sampler_was_drawing_is_drawn_elsewhere_once() -> None:
     """B22: what is drawn again is drawn from its prompt on, and nothing of the first try is in it."""
+
     async def work() -> None:
         samplers = [Slow(0), Slow(1)]
         router = Router(samplers)

@@ -13,7 +13,19 @@ from strop.config.recipe import Recipe
 from strop.engines.base import Applied, OptimOutcome, OptimParams, SkipReason
 from strop.track.evaluation import Answer, Evaluation
 from strop.track.run import Run, stages
-from strop.types import Completion, Ending, Group, Int32s, Metric, Reduction, Segment, Stop, Trajectory, merge_metrics
+from strop.types import (
+    Completion,
+    Ending,
+    Group,
+    Int32s,
+    Metric,
+    Reduction,
+    Segment,
+    Stop,
+    StreamState,
+    Trajectory,
+    merge_metrics,
+)
 
 
 def recipe(arguments: dict[str, Any] | None = None, **run: Any) -> Recipe:
@@ -49,10 +61,10 @@ class FakeStream:
                 self.epoch, self.position = self.epoch + 1, 0
         return taken
 
-    def state(self) -> dict[str, int]:
-        return {"epoch": self.epoch, "position": self.position}
+    def state(self) -> StreamState:
+        return StreamState(seed=0, epoch=self.epoch, position=self.position, ended=[], fingerprint=0)
 
-    def restore(self, state: dict[str, int]) -> None:
+    def restore(self, state: StreamState) -> None:
         self.epoch, self.position = state["epoch"], state["position"]
 
 
