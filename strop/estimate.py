@@ -273,7 +273,9 @@ def _sampler_bytes(recipe: Recipe) -> int:
 
 
 def _cache(shape: Shape, recipe: Recipe) -> int:
-    """Bytes of keys and values, and of states."""
+    """Bytes of keys and values, and of states; an sglang server has its own."""
+    if recipe.sampler.kind == "sglang":
+        return 0
     b, linear = _sampler_bytes(recipe), shape.linear
     tokens = -(-recipe.sampler.cache_tokens // PAGE) * PAGE
     pages = tokens * 2 * (shape.layers - (linear.layers if linear else 0)) * shape.kv_heads * shape.channels * b

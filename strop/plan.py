@@ -263,6 +263,8 @@ def _check_lengths(recipe: Recipe, facts: Facts) -> None:
             facts.problems.append(sentence)
         else:
             facts.notes.append(f"{said}, more than engine.pack_tokens {recipe.engine.pack_tokens}: such are dropped")
+    if recipe.sampler.kind == "sglang":
+        return  # its cache is its own, and its size is not known before it is asked
     attempts = max((loop.attempts_per_task for loop in recipe.loops().values() if loop.plays), default=None)
     if attempts is None:
         if facts.tasks is not None and facts.tasks.held_out and whole > cache:

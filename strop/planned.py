@@ -112,7 +112,10 @@ def rows_of(recipe: Recipe, recipe_path: Path, facts: Facts) -> Iterator[tuple[s
             f"rank {adapter.rank} on {', '.join(adapter.targets)}: {facts.shape.adapter:,} numbers are trained",
         )
     yield "engine", f"{engine.kind}, packs of {engine.pack_tokens:,} tokens, {engine.head} head"
-    yield "sampler", f"{sampler.kind}, {sampler.max_running:,} running, cache of {sampler.cache_tokens:,} tokens"
+    if sampler.sglang is not None:
+        yield "sampler", f"sglang at {sampler.sglang.address}, not asked yet; {sampler.max_running:,} requests at once"
+    else:
+        yield "sampler", f"{sampler.kind}, {sampler.max_running:,} running, cache of {sampler.cache_tokens:,} tokens"
     yield "evaluation", _evaluation(recipe, facts)
     yield "results", recipe.run.folder
 

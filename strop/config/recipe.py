@@ -22,6 +22,7 @@ from strop.config.policy import AsyncGRPOConfig, GRPOConfig
 from strop.config.ppo import PPOConfig
 from strop.config.preferences import DPOConfig, RewardModelConfig
 from strop.config.section import Fraction, GroupName, NonNegative, Plain, Positive, Section
+from strop.config.sglang import SglangConfig
 from strop.config.vllm import VllmConfig
 
 
@@ -149,11 +150,13 @@ class EngineConfig(Section):
 class SamplerConfig(Section):
     """What draws the attempts."""
 
-    kind: Literal["builtin", "vllm"] = "builtin"
+    kind: Literal["builtin", "vllm", "sglang"] = "builtin"
     """Which sampler draws: `builtin` batches continuously over the trainer's own model code, in this process; `vllm` is
-    vLLM in a process and a Python of its own."""
+    vLLM in a process and a Python of its own; `sglang` is a running sglang server."""
     vllm: VllmConfig | None = None
     """How vLLM is started or reached, for kind vllm."""
+    sglang: SglangConfig | None = None
+    """How an sglang server is reached, for kind sglang."""
     dtype: Literal["model", "float32", "bfloat16"] = "model"
     """The number format that it draws in; `model` is the trainer's. A coarser one draws from a slightly other policy:
     see max_gap, and a loop's ratio_to, correction and router_replay."""
@@ -164,9 +167,9 @@ class SamplerConfig(Section):
     """What actors are sent when weights change: all of them, or what changed in each, in the format of `dtype`, where
     that is less; for `delta` the trainer and every actor keep a copy in host memory to compare with."""
     max_running: Positive = 256
-    """Requests decoded together."""
+    """Requests decoded together; at an sglang server at once, which has its own --max-running-requests."""
     cache_tokens: Positive = 65_536
-    """Size of the paged key-value cache; requests wait when it is full."""
+    """Size of the paged key-value cache; requests wait when it is full. An sglang server sizes its own."""
     max_gap: Annotated[float, Field(gt=0)] = 1e-3
     """Stop when the sampler's logprobs and the trainer's, for the same tokens and weights, differ by more than this
     anywhere."""
@@ -331,6 +334,27 @@ class Recipe(Section):
             )
         return problems
 
+    def _sglang_conflicts(self) -> list[str]:
+        sglang, problems = self.sampler.sglang, list[str]()
+        if sglang is None or not sglang.address:
+            problems.append("sampler.kind is sglang: set sampler.sglang.address to where a server listens")
+        else:
+            problems.extend(sglang.problems())
+        if self.engine.adapter.rank or self.reward_model is not None:
+            problems.append(
+                "sampler.kind sglang holds a whole model that speaks: set it to builtin for adapters and reward models"
+            )
+        if self.sampler.actors:
+            problems.append("sampler.actors would all ask the one sglang server: set it to 0")
+        if self.draw.min_p:
+            problems.append("draw.min_p is above 0, which sglang does not draw with and a seed: set it to 0")
+        if self.draw.top_p < 1 and not self.draw.top_k:
+            problems.append(
+                "draw.top_p is below 1: sglang tells the logprobs of such draws for a given top_k only, so set "
+                "draw.top_k too, or draw.top_p to 1"
+            )
+        return problems
+
     def conflicts(self) -> list[str]:
         """What the loops ask of each other and of the tasks, and do not get: a sentence each."""
         problems: list[str] = []
@@ -352,7 +376,13 @@ class Recipe(Section):
         if self.sampler.kind == "vllm":
             problems.extend(self._vllm_conflicts())
         elif self.sampler.vllm is not None:
-            problems.append("sampler.vllm is given, but sampler.kind is builtin: set it to vllm, or leave it out")
+            kind = self.sampler.kind
+            problems.append(f"sampler.vllm is given, but sampler.kind is {kind}: set it to vllm, or leave it out")
+        if self.sampler.kind == "sglang":
+            problems.extend(self._sglang_conflicts())
+        elif self.sampler.sglang is not None:
+            kind = self.sampler.kind
+            problems.append(f"sampler.sglang is given, but sampler.kind is {kind}: set it to sglang, or leave it out")
         if self.reward_model is not None and len(self.loops()) > 1:
             problems.append(
                 "reward_model makes a model that gives scores and no text, so it is the only loop of its recipe: take "

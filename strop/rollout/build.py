@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 from strop.config.adapter import AdapterConfig
 from strop.config.recipe import SamplerConfig
+from strop.config.sglang import SglangConfig
 from strop.config.vllm import VllmConfig
 from strop.errors import ConfigError
 from strop.models.loading import LanguageModel
@@ -21,8 +22,22 @@ def build_sampler(
     """The sampler of `config.kind` over a model of its own; `decode` turns ids into text, for stop strings.
 
     With an `adapter` the model may be the trainer's: the sampler adds an adapter of its own to it. vLLM is given the
-    model's architecture and weights, and the model is free again.
+    model's architecture and weights, sglang the weights, and the model is free again.
     """
+    if config.kind == "sglang":
+        from strop.rollout.sglang import SglangSampler
+
+        if adapter is not None:
+            raise ConfigError(
+                "sampler.kind sglang does not serve adapters: set it to builtin, or engine.adapter.rank to 0"
+            )
+        return SglangSampler.start(
+            model,
+            config.sglang or SglangConfig(),
+            max_running=config.max_running,
+            decode=decode,
+            casts=config.dtype != "model",
+        )
     if config.kind == "vllm":
         from strop.rollout.vllm import VllmSampler
 

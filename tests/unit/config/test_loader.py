@@ -264,7 +264,7 @@ def test_loss_masks_of_messages_are_no_option() -> None:
 
 
 def test_a_run_has_at_most_150_fields() -> None:
-    others = (*(f"{name}." for name in LOOPS if name != "grpo"), "sampler.vllm.")  # null: not of a default run
+    others = (*(f"{name}." for name in LOOPS if name != "grpo"), "sampler.vllm.", "sampler.sglang.")  # null by default
     assert len([key for key in all_keys() if not key.startswith(others)]) <= 150
 
 
@@ -558,8 +558,9 @@ def test_every_option_reaches_the_resolved_recipe(key: str) -> None:
         given = {knob: 2 for knob, value in kinds.KNOBS[chosen].items() if value is ...}
         with_it += [f"{'.'.join(names[:-1])}={yaml12.inline({'kind': chosen} | KNOWN.get(chosen, given))}"]
     with_it = [one.replace("{loop}", names[0]) for one in with_it]
-    if key.startswith("sampler.vllm."):
-        with_it += ["sampler.vllm={}"]
+    for part in ("sampler.vllm", "sampler.sglang"):
+        if key.startswith(f"{part}."):
+            with_it += [f"{part}={{}}"]
     if key == "async_grpo.refills":
         with_it += ["async_grpo.max_lag=0"]
     full = FULL + BESIDE.get(names[0], "")

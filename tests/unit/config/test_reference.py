@@ -15,6 +15,7 @@ from strop.config.ppo import CriticConfig, PPOConfig
 from strop.config.preferences import DPOConfig, RewardModelConfig
 from strop.config.recipe import ModelConfig, Recipe, SamplerConfig, TasksConfig
 from strop.config.section import Section
+from strop.config.sglang import SglangConfig
 from strop.config.vllm import VllmConfig
 
 ROOT = Path(__file__).parents[3]
@@ -59,7 +60,8 @@ def test_the_reference_recipe_loads_and_holds_every_default() -> None:
     assert (recipe.model, recipe.tasks) == (model, TasksConfig(source="jsonl", path="tasks.jsonl"))
     assert recipe.ppo == PPOConfig(critic=CriticConfig(model=model))
     assert recipe.distill is not None and len(recipe.distill.teachers) == 1
-    assert recipe.sampler == SamplerConfig(vllm=VllmConfig()), "sections that a run may be without are shown"
+    shown = SamplerConfig(vllm=VllmConfig(), sglang=SglangConfig())
+    assert recipe.sampler == shown, "sections that a run may be without are shown"
     given = {"model", "tasks", "ppo", "distill", "sampler"}
     defaults: dict[str, LoopConfig] = {
         "sft": SFTConfig(),
