@@ -21,6 +21,7 @@ import random
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 os.environ["OMP_NUM_THREADS"] = "1"  # read when torch loads
 
@@ -92,12 +93,14 @@ class Rule:
 
     def ours(self, learn: bool) -> list[Tensor]:
         with torch.set_grad_enabled(learn):
-            out_THC, _ = gated_delta_rule(*self.inputs, self.layout, impl=Impl.TORCH)
+            q, k, v, decay, beta = self.inputs
+            out_THC, _ = gated_delta_rule(q, k, v, decay, beta, self.layout, impl=Impl.TORCH)
         return [*torch.autograd.grad(out_THC, self.inputs, self.seed_THC)] if learn else [out_THC]
 
     def definition(self, learn: bool) -> list[Tensor]:
         with torch.set_grad_enabled(learn):
-            out_THC, _ = recurrent_gated_delta_rule(*self.inputs, self.layout)
+            q, k, v, decay, beta = self.inputs
+            out_THC, _ = recurrent_gated_delta_rule(q, k, v, decay, beta, self.layout)
         return [*torch.autograd.grad(out_THC, self.inputs, self.seed_THC)] if learn else [out_THC]
 
     def one_by_one(self) -> list[Tensor]:
@@ -134,7 +137,7 @@ def shared_and_repeated(prompt: int, replies: list[int]) -> tuple[Layout, Layout
 
 def layer(report: Report, name: str, shared: Layout, texts: Layout, hidden: int, impl: Impl) -> None:
     """A whole layer: `shared` is packed for strop, `texts` are what transformers gets, one by one or padded."""
-    config = Qwen3_5TextConfig(
+    config: Any = Qwen3_5TextConfig(
         hidden_size=hidden, linear_num_key_heads=16, linear_num_value_heads=16, num_hidden_layers=1
     )
     torch.manual_seed(0)

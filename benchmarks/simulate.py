@@ -187,6 +187,9 @@ class Plain:
     def observe(self, history: list[Message], new: list[Message], last: np.ndarray) -> np.ndarray:
         raise NotImplementedError
 
+    def answer(self, messages: list[Message], text: str) -> tuple[np.ndarray, int]:
+        raise NotImplementedError
+
 
 class Even:
     """An `Env`: a reply of an even number of tokens is right."""

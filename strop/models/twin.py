@@ -47,9 +47,9 @@ def empty_twin(config: ModelConfig, vocab_size: int, facts: str) -> LanguageMode
     impl = Impl(known["impl"])
     linear_attention.hook(module, impl, compare=False)
     fuse(module, impl, agreed=frozenset(known["fused"]))
-    cache: dict[str, Any] = known["cache"]
-    states = None if cache["states"] is None else StateShape(**_tuples(cache["states"]))
-    shape = CacheShape(**(_tuples(cache) | {"states": states}))
+    cache = _tuples(known["cache"])
+    cache["states"] = None if cache["states"] is None else StateShape(**_tuples(cache["states"]))
+    shape = CacheShape(**cache)
     model = LanguageModel(module=module, impl=impl, cache_shape=shape, fused=known["fused"])
     if known["values"]:
         make_value_model(module)

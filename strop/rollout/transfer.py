@@ -68,7 +68,7 @@ def checksum(tensor: Tensor) -> int:
 
 
 def _bytes(tensor: Tensor) -> memoryview:
-    return memoryview(tensor.cpu().view(torch.uint8).numpy())
+    return tensor.cpu().view(torch.uint8).numpy().data
 
 
 def buckets(parts: Iterable[tuple[Entry, Content]], size: int = BUCKET_BYTES) -> Iterator[Bucket]:

@@ -119,11 +119,12 @@ class Receiver:
             pending, bucket = _cut(buffer, entries), bucket + 1
         error = error or _take(incoming, pending)
         weights: dict[str, Tensor] = {}
-        if said["count"] is None:
+        count: int | None = said["count"]
+        if count is None:
             error = error or EngineError(f"version {version} was given up by the engine that sent it")
-        if error is None:
+        elif error is None:
             try:
-                weights = incoming.end(int(said["count"]))
+                weights = incoming.end(count)
             except EngineError as raised:
                 error = raised
         everywhere = self._wire.agree(error is None)
