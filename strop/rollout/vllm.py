@@ -22,10 +22,12 @@ from transformers.core_model_loading import revert_weight_conversion
 
 from strop.config.vllm import VllmConfig
 from strop.errors import EngineError, RolloutError, StropError
+from strop.models.attention import PackedAttention
+from strop.ops.logprobs import Head, HeadImpl, score_targets
 from strop.rollout.transfer import BUCKET_BYTES
 from strop.rollout.vllm_link import Link, connect
 from strop.tokens.stops import StopStrings
-from strop.types import Completion, Float32s, Prompt, SamplingParams, Stop
+from strop.types import Completion, Float32s, Layout, Prompt, SamplingParams, Stop
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -35,6 +37,8 @@ if TYPE_CHECKING:
 
 BLOCK = 32  # tokens in one block of vLLM's cache
 COLDEST = 0.01  # vLLM raises temperatures between 0 and this one, without an error
+PROBE = 24  # tokens of the text that both score at the start
+PROBE_GAP, COARSE_GAP = 0.01, 0.1  # mean difference at the most: rounding is far below, weights of another model above
 Shape = tuple[tuple[int, ...], torch.dtype]
 
 
@@ -81,7 +85,7 @@ class VllmSampler:
     ) -> VllmSampler:
         """Start or reach vLLM, and give it the model's architecture and weights, as version 0. The model is not kept.
 
-        RolloutError when vLLM does not start, or does not know the architecture.
+        RolloutError when vLLM does not start, does not know the architecture, or computes something else with it.
         """
         max_length = min(config.max_model_len or model.max_length, model.max_length)
         options = {
@@ -113,6 +117,7 @@ class VllmSampler:
             started.result(config.start_timeout_s)
             for message, body in sampler._transaction(model.state(), 0):
                 sampler._link.ask(message, body).result(config.start_timeout_s)
+            sampler._probe(model, config.start_timeout_s)
         except TimeoutError as error:
             sampler.close()
             raise RolloutError(
@@ -242,6 +247,20 @@ class VllmSampler:
                 else:
                     yield from revert_weight_conversion(self._module, {each: tensor}).items()
 
+    def _probe(self, model: LanguageModel, patience_s: float) -> None:
+        """Both score a random text. A weight that arrived and was put nowhere, or a layer that vLLM computes in another
+        way, shows here; RolloutError then, since nothing that it draws would be the model's."""
+        count = min(PROBE, self._max_length - 1, self._cache_tokens - 1)
+        tokens_T = np.random.default_rng(0).integers(0, self._vocab_size, count)
+        reply = self._link.ask({"op": "score", "prompt": tokens_T.tolist()}).result(patience_s)
+        found, expected = np.array(reply["logprobs"]), _scored(model, torch.from_numpy(tokens_T))
+        gap = float(np.abs(found - expected).mean())
+        if not gap <= (PROBE_GAP if model.dtype == torch.float32 else COARSE_GAP):  # NaN neither
+            raise RolloutError(
+                f"vLLM does not compute {type(model.module).__name__} as strop does: of a text of {count} tokens their "
+                f"logprobs are {gap:.3g} apart in the mean"
+            )
+
     def _check(self, prompt: Prompt, params: SamplingParams) -> None:
         """Raise RolloutError for a request that cannot be run, before it is sent."""
         if params.max_tokens < 1:
@@ -283,6 +302,17 @@ class VllmSampler:
         low, high, last = int(prompt.tokens.min()), int(prompt.tokens.max()), self._vocab_size - 1
         if low < 0 or high > last:
             raise RolloutError(f"a prompt with token ids from {low} to {high}; the model has ids 0 to {last}")
+
+
+@torch.no_grad()
+def _scored(model: LanguageModel, tokens_T: Tensor) -> Float32s:
+    """What `score` is to give: each token's logprob after those before it; 0 for the first."""
+    count, token_T = len(tokens_T), tokens_T.to(model.device)
+    position_T = torch.arange(count, device=model.device)
+    hidden_TD = model.hidden(token_T, position_T, PackedAttention(Layout((count,)), model.impl))
+    head = Head(weight_VD=model.head.weight, bias_V=model.head.bias, softcap=model.softcap)
+    scored = score_targets(hidden_TD[:-1], head, token_T[1:], impl=HeadImpl.CHUNKED)
+    return np.concatenate((np.zeros(1, np.float32), scored.logprobs_N.float().cpu().numpy()))
 
 
 def _ties(module: PreTrainedModel) -> dict[str, list[str]]:

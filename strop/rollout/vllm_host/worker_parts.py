@@ -13,7 +13,13 @@ from typing import Any
 
 import torch
 from safetensors import safe_open
-from vllm.model_executor.model_loader.reload.layerwise import finalize_layerwise_reload, initialize_layerwise_reload
+from vllm.config import set_current_vllm_config
+from vllm.model_executor.layers.attention import is_deferred_attention_layer
+from vllm.model_executor.model_loader.reload.layerwise import (
+    finalize_layerwise_reload,
+    get_layerwise_info,
+    initialize_layerwise_reload,
+)
 from vllm.v1.sample.sampler import Sampler
 
 COLUMNS = 2  # beside the first, of which vLLM itself says that it is the drawn token's
@@ -64,6 +70,7 @@ class StropWorker:
     """Methods that the worker gets, called by name."""
 
     model_runner: Any
+    vllm_config: Any
 
     def strop_install(self) -> str:
         """Put the sampler in; the answer is empty, or what stands against it."""
@@ -76,14 +83,27 @@ class StropWorker:
     def strop_load(self, files: list[str], version: int) -> int:
         """Take a whole model's weights from safetensors files, in place. What vLLM leaves as it was is an error."""
         model = self.model_runner.get_model()
-        own = {name for name, _ in model.named_parameters()}
-        initialize_layerwise_reload(model)
-        taken = model.load_weights(read_tensors([Path(file) for file in files]))
-        finalize_layerwise_reload(model, self.model_runner.model_config)
-        if taken is not None and (left := sorted(own - taken)):
+        with set_current_vllm_config(self.vllm_config):
+            initialize_layerwise_reload(model)
+            model.load_weights(read_tensors([Path(file) for file in files]))
+            left = left_out(model)  # before vLLM puts back what was there
+            finalize_layerwise_reload(model, self.model_runner.model_config)
+        if left:
             raise RuntimeError(f"{type(model).__name__} took no weights for {', '.join(left[:5])}: its names differ")
         self.model_runner.sampler.version = version
         return version
+
+
+def left_out(model: torch.nn.Module) -> list[str]:
+    """Parameters for which nothing has arrived since the reload began. What `load_weights` returns does not tell: it
+    names some that were handed to nobody."""
+    left = []
+    for place, layer in model.named_modules():
+        info = get_layerwise_info(layer)
+        if info.can_load() and not is_deferred_attention_layer(layer):  # attention may have scales, or none
+            arrived = {name for name, _ in info.loaded_weights}
+            left += [f"{place}.{name}" for name in info.restore_metadata[0] if name not in arrived]
+    return sorted(left)
 
 
 def read_tensors(files: list[Path]) -> Iterator[tuple[str, torch.Tensor]]:
