@@ -59,6 +59,13 @@ RUNS = (
     Short(name="ppo", recipe="ppo.yaml", stage="ppo", margin=0.25),
     Short(name="moe", recipe="moe_grpo.yaml", stage="grpo", margin=0.05),
     Short(name="best_of_n", recipe="best_of_n.yaml", stage="best_of_n", margin=0.3),
+    Short(
+        name="async_grpo",
+        recipe="scratch.yaml",
+        stage="async_grpo",
+        margin=0.15,
+        over=(str(ROOT / "recipes" / "async.yaml"), f"async_grpo.steps={STEPS_OF_A_VARIANT}"),
+    ),
     *map(variant, sorted((ROOT / "recipes" / "variants").glob("*.yaml"))),
 )
 

@@ -59,7 +59,7 @@ async def collect(
 async def greedy_rewards(player: Player, tasks: list[Task], params: SamplingParams, step: int) -> Float64s:
     """The reward of an attempt at temperature 0 at each task, [P]; none may fail."""
     params = replace(params, temperature=0.0, routes=False)
-    groups = await player.play(tasks, 1, params, step=step, failures=Failures(step, allowed=0))
+    groups = await player.play(tasks, 1, params, step=step)
     return rewards_of(groups)[:, 0]
 
 

@@ -11,7 +11,7 @@ from math import comb
 
 from strop.config.recipe import EvaluateConfig
 from strop.data.tasks import Task
-from strop.rollout.groups import Failures, Player
+from strop.rollout.groups import Player
 from strop.tokens.base import Renderer
 from strop.track.evaluation import Answer, Evaluation
 from strop.types import Group, SamplingParams
@@ -38,13 +38,10 @@ class Evaluator:
             self.cfg.attempts,
             replace(self.params, temperature=self.cfg.temperature),
             step=0,
-            failures=Failures(0, allowed=0),
         )
         greedy: list[Group] = []
         if self.cfg.greedy:
-            greedy = await self.player.play(
-                self.tasks, 1, replace(self.params, temperature=0.0), step=0, failures=Failures(0, allowed=0)
-            )
+            greedy = await self.player.play(self.tasks, 1, replace(self.params, temperature=0.0), step=0)
         solved = [sum(t.reward >= self.cfg.solved_at for t in group) for group in sampled]
         trajectories = [t for group in sampled for t in group]
         return Evaluation(

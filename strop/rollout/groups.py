@@ -80,7 +80,7 @@ class Player:
         params: SamplingParams,
         *,
         step: int,
-        failures: Failures,
+        failures: Failures | None = None,
         first: int = 0,
     ) -> list[Group]:
         """G attempts at each task, all at once; one Group for each task, in order. The seed in `params` is not used.
@@ -88,8 +88,9 @@ class Player:
         `first` is how many tasks of this step were played before these, so that no two attempts draw alike.
 
         An episode that raises, or does not end in time, becomes a trajectory that ended with FAILED and has reward NaN.
-        Raises RolloutError when there are more of them than `failures` allows.
+        Raises RolloutError when there are more of them than `failures` allows; None allows none.
         """
+        failures = failures or Failures(step, allowed=0)
         playing = [
             asyncio.ensure_future(
                 self._attempt(

@@ -108,7 +108,7 @@ class Hand(Player):
         params: SamplingParams,
         *,
         step: int,
-        failures: Failures,
+        failures: Failures | None = None,
         first: int = 0,
     ) -> list[Group]:
         (task,) = tasks
@@ -120,6 +120,7 @@ class Hand(Player):
         except asyncio.CancelledError:
             self.cancelled.append(task.id)
             raise
+        assert failures is not None
         for reward in rewards:
             if np.isnan(reward):
                 failures.add(task.id)

@@ -17,7 +17,8 @@ FOLDER = recipes.ROOT / "recipes"
 def test_every_recipe_is_run() -> None:
     """But the quickstart, which fetches a model, and the reference, which is no run."""
     files = {path.name for path in FOLDER.glob("*.yaml")} - {"quickstart.yaml", "reference.yaml"}
-    assert {short.recipe for short in recipes.RUNS} == files
+    assert {short.recipe for short in recipes.RUNS} == files - {"async.yaml"}
+    assert any(Path(argument).name == "async.yaml" for short in recipes.RUNS for argument in short.over)
     laid_over = {Path(short.over[0]).name for short in recipes.RUNS if short.name.startswith("grpo: ")}
     assert laid_over == {path.name for path in (FOLDER / "variants").glob("*.yaml")}
 
