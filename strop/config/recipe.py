@@ -164,8 +164,8 @@ class SamplerConfig(Section):
     """Samplers in processes of their own, as actors of the Ray cluster at engine.runtime.address; 0 draws in this
     process."""
     publish: Literal["full", "delta"] = "full"
-    """What actors are sent when weights change: all of them, or what changed in each, in the format of `dtype`, where
-    that is less; for `delta` the trainer and every actor keep a copy in host memory to compare with."""
+    """What actors, or vLLM, are sent when weights change: all of them, or what changed in each, in the format of
+    `dtype`, where that is less; for `delta` the trainer and every receiver keep a copy to compare with."""
     max_running: Positive = 256
     """Requests decoded together; at an sglang server at once, which has its own --max-running-requests."""
     cache_tokens: Positive = 65_536
@@ -368,7 +368,7 @@ class Recipe(Section):
             problems.extend(self._spread_adapter_conflicts())
         if self.sampler.actors and (self.engine.adapter.rank or self.reward_model is not None):
             problems.append("sampler.actors hold whole models that speak: set it to 0 for adapters and reward models")
-        if self.sampler.publish == "delta" and not self.sampler.actors:
+        if self.sampler.publish == "delta" and not self.sampler.actors and self.sampler.kind != "vllm":
             problems.append(
                 "sampler.publish is delta, but a sampler in this process copies the weights: set it to full, or set "
                 "sampler.actors"

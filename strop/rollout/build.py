@@ -52,6 +52,7 @@ def build_sampler(
             cache_tokens=config.cache_tokens,
             decode=decode,
             casts=config.dtype != "model",
+            deltas=config.publish == "delta" and not config.actors,  # what actors are sent is theirs to compare
         )
     from strop.rollout.builtin.sampler import BuiltinSampler
 

@@ -3,6 +3,8 @@
     Prompt, SamplingParams -> prompt ids and numbers -> vLLM -> tokens, logprobs, versions -> Completion
     (name, tensor) ... -> begin, put, put, ..., end -> vLLM, between two steps
 
+With `deltas` what changed in a tensor is sent, where that is less; both ends then keep a copy of what was sent last.
+
 vLLM is never imported here: it pins other versions of what strop stands on. `vllm_host/` is its end, which adds to
 vLLM's sampler what training needs to know of each token.
 """
@@ -12,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import json
 import zlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -24,6 +26,7 @@ from strop.config.vllm import VllmConfig
 from strop.errors import EngineError, RolloutError, StropError
 from strop.models.attention import PackedAttention
 from strop.ops.logprobs import Head, HeadImpl, score_targets
+from strop.rollout.delta import delta_of
 from strop.rollout.transfer import BUCKET_BYTES
 from strop.rollout.vllm_link import Link, connect
 from strop.tokens.stops import StopStrings
@@ -40,6 +43,7 @@ COLDEST = 0.01  # vLLM raises temperatures between 0 and this one, without an er
 PROBE = 24  # tokens of the text that both score at the start
 PROBE_GAP, COARSE_GAP = 0.01, 0.1  # mean difference at the most: rounding is far below, weights of another model above
 Shape = tuple[tuple[int, ...], torch.dtype]
+Steps = Generator[tuple["Message", bytes], "Message | None", None]  # what to send, the answer to it, what to send next
 
 
 class VllmSampler:
@@ -56,6 +60,7 @@ class VllmSampler:
         vocab_size: int,
         decode: Callable[[list[int]], str] | None = None,
         casts: bool = False,
+        deltas: bool = False,
         module: PreTrainedModel | None = None,
         ties: dict[str, list[str]] | None = None,
     ) -> None:
@@ -68,6 +73,9 @@ class VllmSampler:
         self._vocab_size = vocab_size
         self._decode = decode
         self._casts = casts
+        self._deltas = deltas
+        self._serial = 0
+        self._sent: tuple[int, dict[str, Tensor]] | None = None  # the last transaction that ended, with `deltas`
         self._version = 0
         self._running = 0
         self._asleep = False
@@ -82,6 +90,7 @@ class VllmSampler:
         cache_tokens: int,
         decode: Callable[[list[int]], str] | None = None,
         casts: bool = False,
+        deltas: bool = False,
     ) -> VllmSampler:
         """Start or reach vLLM, and give it the model's architecture and weights, as version 0. The model is not kept.
 
@@ -111,12 +120,14 @@ class VllmSampler:
             vocab_size=model.vocab_size,
             decode=decode,
             casts=casts,
+            deltas=deltas,
         )
         try:
             started = sampler._link.ask({"op": "start", "options": options, "config": described})
             started.result(config.start_timeout_s)
-            for message, body in sampler._transaction(model.state(), 0):
-                sampler._link.ask(message, body).result(config.start_timeout_s)
+            steps, reply = sampler._transaction(model.state(), 0), None
+            while (step := _next(steps, reply)) is not None:
+                reply = sampler._link.ask(*step).result(config.start_timeout_s)
             sampler._probe(model, config.start_timeout_s)
         except TimeoutError as error:
             sampler.close()
@@ -173,8 +184,9 @@ class VllmSampler:
         return np.array(reply["logprobs"], np.float32)
 
     async def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
-        for message, body in self._transaction(weights, version):
-            await asyncio.wrap_future(self._link.ask(message, body))
+        steps, reply = self._transaction(weights, version), None
+        while (step := _next(steps, reply)) is not None:
+            reply = await asyncio.wrap_future(self._link.ask(*step))
         self._version = version
 
     async def sleep(self) -> None:
@@ -212,17 +224,26 @@ class VllmSampler:
                 stopped = rows[-1][0] in params.stop_tokens
                 return _completion(rows, params, Stop.TOKEN if stopped else Stop.LENGTH)
 
-    def _transaction(self, weights: Iterable[tuple[str, Tensor]], version: int) -> Iterator[tuple[Message, bytes]]:
+    def _transaction(self, weights: Iterable[tuple[str, Tensor]], version: int) -> Steps:
         """Messages to send, each when the one before it was answered. EngineError before the last one, and so before
         anything is used, when the weights are not the model's."""
-        yield {"op": "begin", "version": version}, b""
-        missing, count = set(self._shapes), 0
-        for entries, body in _buckets(self._published(self._fitting(weights, missing))):
+        self._serial += 1
+        serial, (base, before) = self._serial, self._sent or (None, None)
+        begin = {"op": "begin", "version": version, "serial": serial}
+        answer = yield {**begin, "base": base}, b""
+        if before is not None and answer is not None and not answer["has"]:
+            before = None
+            yield {**begin, "base": None}, b""
+        missing, count, sent = set(self._shapes), 0, {}
+        published = self._published(self._fitting(weights, missing))
+        for entries, body in _buckets(_kept(published, sent) if self._deltas else published, before or {}):
             count += len(entries)
             yield {"op": "put", "entries": entries}, body
         if missing:
             raise EngineError(f"these weights are not the sampler's model: missing {', '.join(sorted(missing)[:5])}")
-        yield {"op": "end", "count": count}, b""
+        yield {"op": "end", "count": count, "keep": self._deltas}, b""
+        if self._deltas:
+            self._sent = serial, sent
 
     def _fitting(self, weights: Iterable[tuple[str, Tensor]], missing: set[str]) -> Iterator[tuple[str, Tensor]]:
         """Those of the model, each once; they leave `missing`."""
@@ -337,20 +358,46 @@ def _completion(rows: list[tuple[int, float, float, int]], params: SamplingParam
     )
 
 
-def _buckets(weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[list[dict[str, Any]], bytes]]:
-    """Tensors' bytes, some megabytes at a time, and what they are."""
+def _next(steps: Steps, reply: Message | None) -> tuple[Message, bytes] | None:
+    """What to send after this answer; None at the end."""
+    try:
+        return steps.send(reply)
+    except StopIteration:
+        return None
+
+
+def _kept(weights: Iterable[tuple[str, Tensor]], sent: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+    """Copies, which stay in `sent`."""
+    for name, tensor in weights:
+        sent[name] = tensor.detach().to("cpu", copy=True)
+        yield name, sent[name]
+
+
+def _buckets(
+    weights: Iterable[tuple[str, Tensor]], before: dict[str, Tensor]
+) -> Iterator[tuple[list[dict[str, Any]], bytes]]:
+    """Tensors' bytes, some megabytes at a time, and what they are; of those that were sent before what changed, where
+    that is less."""
     entries: list[dict[str, Any]] = []
     parts: list[bytes] = []
     held = 0
     for name, tensor in weights:
-        part = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+        whole = _bytes(tensor)
         dtype, shape = str(tensor.dtype).removeprefix("torch."), list(tensor.shape)
-        length, checksum = len(part), zlib.crc32(part)
-        entries.append({"name": name, "shape": shape, "dtype": dtype, "checksum": checksum, "length": length})
+        entry: dict[str, Any] = {"name": name, "shape": shape, "dtype": dtype, "checksum": zlib.crc32(whole)}
+        part = whole
+        if name in before and (delta := delta_of(name, before[name], tensor)).num_bytes < len(whole):
+            part = _bytes(delta.indices_N) + _bytes(delta.values_N)
+            entry["changed"] = len(delta.indices_N)
+        entries.append({**entry, "length": len(part)})
         parts.append(part)
-        held += length
+        held += len(part)
         if held >= BUCKET_BYTES:
             yield entries, b"".join(parts)
             entries, parts, held = [], [], 0
     if entries:
         yield entries, b"".join(parts)
+
+
+def _bytes(tensor: Tensor) -> bytes:
+    return tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes()

@@ -40,6 +40,7 @@ class Host:
         self._reader, self._writer, self._folder = reader, writer, folder
         self._engine: AsyncLLM | None = None
         self._arriving: Arriving | None = None
+        self._held: Arriving | None = None  # what changes are relative to, where changes are sent
         self._running: dict[int, asyncio.Task[None]] = {}
         self._in_order: dict[str, Callable[[Message, bytes], Awaitable[Message]]] = {
             "start": self._start, "begin": self._begin, "put": self._put, "drop": self._drop, "end": self._end,
@@ -144,9 +145,15 @@ class Host:
         return {"logprobs": scored}
 
     async def _begin(self, message: Message, _: bytes) -> Message:
+        """Announce a version: all of it, or what changed since `base`. Nothing is announced when that is not here."""
         self._forget()
-        self._arriving = Arriving(int(message["version"]), self._folder)
-        return {}
+        base, held = message["base"], self._held
+        if base is not None and (held is None or held.serial != base):
+            return {"has": False}
+        relative = None if base is None else held
+        version, serial = int(message["version"]), int(message["serial"])
+        self._arriving = Arriving(version, self._folder, serial=serial, held=relative)
+        return {"has": True}
 
     async def _put(self, message: Message, body: bytes) -> Message:
         if self._arriving is None:
@@ -169,6 +176,11 @@ class Host:
         await self.engine.collective_rpc("strop_load", args=(files, arrived.version))
         await self.engine.reset_prefix_cache(reset_running_requests=True)
         await self.engine.resume_generation()
+        if message["keep"]:
+            arrived.done()
+            if self._held is not None:
+                self._held.drop()
+            self._held, self._arriving = arrived, None
         self._forget()
         return {"version": arrived.version}
 

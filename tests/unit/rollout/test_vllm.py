@@ -46,6 +46,7 @@ class FakeHost:
         self.version = 0
         self.loaded: dict[str, torch.Tensor] = {}
         self.arriving: Arriving | None = None
+        self.held: Arriving | None = None
         self.thread = threading.Thread(target=self.run, daemon=True)
         self.thread.start()
 
@@ -69,15 +70,19 @@ class FakeHost:
             elif message["op"] == "score":
                 self.reply(message, {"logprobs": [0.0, *(-float(t) for t in message["prompt"][1:])]})
             elif message["op"] != "abort":
-                self.weights(message, body)
-                self.reply(message, {})
+                self.reply(message, self.weights(message, body))
         except WeightsRefused as error:
             self.reply(message, {"error": str(error)})
 
-    def weights(self, message: Message, body: bytes) -> None:
+    def weights(self, message: Message, body: bytes) -> Message:
         if message["op"] == "begin":
-            self.arriving = Arriving(message["version"], self.folder)
-        elif message["op"] == "put":
+            base = message["base"]
+            if base is not None and (self.held is None or self.held.serial != base):
+                return {"has": False}
+            held = None if base is None else self.held
+            self.arriving = Arriving(message["version"], self.folder, serial=message["serial"], held=held)
+            return {"has": True}
+        if message["op"] == "put":
             assert self.arriving is not None
             self.arriving.put(message["entries"], body)
         elif message["op"] == "end":
@@ -85,6 +90,8 @@ class FakeHost:
             self.arriving.check(message["count"])
             self.loaded = {n: t for file in self.arriving.files for n, t in load_file(file).items()}
             self.version = self.arriving.version
+            self.held = self.arriving if message["keep"] else None
+        return {}
 
     def sample(self, message: Message) -> None:
         order, params = message["prompt"][0], message["params"]
@@ -314,6 +321,56 @@ def test_a_coarser_sampler_casts(tmp_path: Path) -> None:
     sampler.close()
 
 
+def test_what_changed_is_sent_alone_where_the_host_has_the_rest(tmp_path: Path) -> None:
+    """Real NaNs, signs of zero and bfloat16; a host that has something else is sent all."""
+    ours, theirs = socket.socketpair()
+    fake, sampler = FakeHost(theirs, tmp_path), over(Link(ours, None), deltas=True)
+    weights = {**WEIGHTS, "a": torch.arange(60.0).view(2, 30).T.contiguous().T, "d": torch.arange(40.0).bfloat16()}
+    sampler._shapes |= {name: (tuple(weights[name].shape), weights[name].dtype) for name in ("a", "d")}
+
+    def sent(version: int) -> dict[str, tuple[int | None, int]]:
+        fake.heard.clear()
+        asyncio.run(sampler.load_weights(weights.items(), version))
+        assert {name: raw(tensor) for name, tensor in fake.loaded.items()} == {n: raw(t) for n, t in weights.items()}
+        entries = [entry for message in fake.heard if message["op"] == "put" for entry in message["entries"]]
+        return {entry["name"]: (entry.get("changed"), entry["length"]) for entry in entries}
+
+    assert sent(0) == {"a": (None, 240), "b": (None, 4), "c": (None, 0), "d": (None, 80)}
+    weights["a"][1, 3], weights["a"][0, 0], weights["d"][39] = float("nan"), -0.0, float("nan")
+    assert sent(1) == {"a": (2, 24), "b": (0, 0), "c": (None, 0), "d": (1, 10)}
+    assert sent(2)["a"] == (0, 0)  # a NaN that was there is no change
+    weights["d"] += 1  # more than half of it
+    assert sent(3)["d"] == (None, 80)
+    assert fake.held is not None
+    fake.held.serial += 1
+    assert sent(4) == {"a": (None, 240), "b": (None, 4), "c": (None, 0), "d": (None, 80)}
+    assert [m.get("base") for m in fake.heard if m["op"] == "begin"] == [4, None]
+    with pytest.raises(EngineError, match="unknown"):
+        asyncio.run(sampler.load_weights([*weights.items(), ("e", torch.zeros(1))], 5))
+    assert sent(6)["a"] == (0, 0)  # what never ended is nobody's base
+    sampler.close()
+
+
+@pytest.mark.parametrize(
+    ("told", "body", "message"),
+    [
+        ({"changed": 1}, (7).to_bytes(8, "little") + b"x", "not of its 3 bytes"),
+        ({"changed": 1}, (-1).to_bytes(8, "little", signed=True) + b"x", "not of its 3 bytes"),
+        ({"changed": 1, "checksum": zlib.crc32(b"abd")}, (1).to_bytes(8, "little") + b"x", "checksum"),
+        ({"changed": 0, "name": "y"}, b"", "not here"),
+    ],
+)
+def test_the_host_refuses_changes_that_do_not_fit(
+    tmp_path: Path, told: dict[str, Any], body: bytes, message: str
+) -> None:
+    held = Arriving(1, tmp_path)
+    held.put([entry("x", b"abc")], b"abc")
+    arriving = Arriving(2, tmp_path, held=held)
+    with pytest.raises(WeightsRefused, match=message):
+        arriving.put([{**entry("x", body), "shape": [3], **told}], body)
+    assert held.bytes_of("x") == b"abc"
+
+
 def entry(name: str, body: bytes, **other: Any) -> dict[str, Any]:
     told = {"name": name, "shape": [len(body)], "dtype": "uint8", "checksum": zlib.crc32(body), "length": len(body)}
     return {**told, **other}
@@ -447,6 +504,7 @@ def test_frames_of_another_protocol_are_refused() -> None:
         (["sampler.kind=vllm", "sampler.vllm={python: p}", "engine.adapter.rank=4"], "builtin for adapters"),
         (["sampler.vllm={python: p}"], "sampler.kind is builtin"),
         (["sampler.kind=vllm", "sampler.vllm={python: p}"], ""),
+        (["sampler.kind=vllm", "sampler.vllm={python: p}", "sampler.publish=delta"], ""),
     ],
 )
 def test_a_recipe_says_what_vllm_needs_beside_it(overrides: list[str], message: str) -> None:
