@@ -1,0 +1,150 @@
+"""Many requests to a sampler elsewhere, in few messages: what is asked at once travels at once, and so do the answers.
+
+    ask(prompt) x 512 -> take([...]) -> the sampler draws them -> ended() -> [those that have] -> 512 awaited results
+
+A message to another process costs a millisecond or more, which is what a small model takes to draw a whole reply.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import traceback
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Protocol
+
+from strop.errors import RolloutError, StropError
+from strop.rollout.base import Sampler
+from strop.types import Completion, Prompt, SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """A request, and its number at the one who asks."""
+
+    number: int
+    prompt: Prompt
+    params: SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """What became of a request."""
+
+    number: int
+    found: Completion | StropError
+
+
+class Desk:
+    """Beside the sampler: takes requests, and tells what has ended."""
+
+    def __init__(self, sampler: Sampler) -> None:
+        self._sampler = sampler
+        self._running: dict[int, asyncio.Task[None]] = {}
+        self._ended: list[Ended] = []
+        self._change = asyncio.Event()
+        self._listener = 0
+
+    def take(self, asked: Iterable[Asked]) -> None:
+        """Begin to draw."""
+        for one in asked:
+            self._running[one.number] = asyncio.ensure_future(self._draw(one))
+
+    def drop(self, numbers: Iterable[int]) -> None:
+        """Nobody waits for these any more."""
+        for number in numbers:
+            if number in self._running:
+                self._running.pop(number).cancel()
+
+    async def ended(self) -> list[Ended]:
+        """Wait until something has ended; all that has. Whoever asks later takes over: an earlier call gets nothing."""
+        self._listener += 1
+        me = self._listener
+        self._change.set()
+        while me == self._listener and not self._ended:
+            self._change.clear()
+            await self._change.wait()
+        if me != self._listener:
+            return []
+        found, self._ended = self._ended, []
+        return found
+
+    async def _draw(self, asked: Asked) -> None:
+        try:
+            found: Completion | StropError = await self._sampler.sample(asked.prompt, asked.params)
+        except StropError as error:
+            found = error
+        except Exception:  # it must reach who waits for it: there is nobody here to raise it to
+            found = RolloutError(f"a sampler failed:\n{traceback.format_exc()}")
+        self._running.pop(asked.number, None)
+        self._ended.append(Ended(asked.number, found))
+        self._change.set()
+
+
+class Way(Protocol):
+    """How messages get to a `Desk`, and back."""
+
+    def take(self, asked: list[Asked]) -> None: ...
+
+    def drop(self, numbers: list[int]) -> None: ...
+
+    async def ended(self) -> list[Ended]:
+        """As `Desk.ended`; raises when the desk is gone."""
+        ...
+
+
+class Mail:
+    """At the one who asks."""
+
+    def __init__(self, way: Way) -> None:
+        self._way = way
+        self._number = 0
+        self._leaving: list[Asked] = []
+        self._waiting: dict[int, asyncio.Future[Completion]] = {}
+        self._listening: asyncio.Task[None] | None = None
+
+    async def ask(self, prompt: Prompt, params: SamplingParams) -> Completion:
+        """Draw one completion. Raises what the sampler does, or what `Way.ended` does when the desk is gone."""
+        self._number += 1
+        number = self._number
+        self._waiting[number] = asyncio.get_running_loop().create_future()
+        if not self._leaving:
+            asyncio.get_running_loop().call_soon(self._send)
+        self._leaving.append(Asked(number, prompt, params))
+        try:
+            return await self._waiting[number]
+        except asyncio.CancelledError:
+            kept = [one for one in self._leaving if one.number != number]
+            if len(kept) == len(self._leaving):
+                self._way.drop([number])
+            self._leaving = kept
+            raise
+        finally:
+            del self._waiting[number]
+
+    def _send(self) -> None:
+        asked, self._leaving = self._leaving, []
+        if not asked:  # all were given up at once
+            return
+        self._way.take(asked)
+        if self._listening is None or self._listening.done():
+            self._listening = asyncio.ensure_future(self._listen())
+
+    async def _listen(self) -> None:
+        """Hand out what has ended, as long as anybody waits."""
+        while self._waiting:
+            try:
+                arrived = await self._way.ended()
+            except StropError as error:
+                for future in self._waiting.values():
+                    if not future.done():
+                        future.set_exception(error)
+                return
+            for one in arrived:
+                future = self._waiting.get(one.number)
+                if future is None or future.done():  # given up meanwhile
+                    continue
+                if isinstance(one.found, StropError):
+                    future.set_exception(one.found)
+                else:
+                    future.set_result(one.found)

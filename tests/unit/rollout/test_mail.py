@@ -1,0 +1,161 @@
+"""Requests that travel together: each gets its own answer, in whatever order, and nobody waits for one that is gone."""
+
+from __future__ import annotations
+
+import asyncio
+
+import numpy as np
+import pytest
+
+from strop.errors import RolloutError
+from strop.rollout.mail import Asked, Desk, Ended, Mail
+from strop.types import Completion, Prompt, SamplingParams
+from tests.unit.rollout.test_groups import Recorder
+
+PROMPT = Prompt(np.array([1, 2], np.int32))
+
+
+class Late(Recorder):
+    """Answers with the request's seed, once the test lets it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gates: dict[int, asyncio.Event] = {}
+        self.given_up: list[int] = []
+
+    async def sample(self, prompt: Prompt, params: SamplingParams) -> Completion:
+        self.gates[params.seed] = asyncio.Event()
+        try:
+            await self.gates[params.seed].wait()
+        except asyncio.CancelledError:
+            self.given_up.append(params.seed)
+            raise
+        if params.seed == 13:
+            raise RolloutError("thirteen")
+        if params.seed == 14:
+            raise KeyError("fourteen")
+        return await super().sample(prompt, params)
+
+
+class Near:
+    """A desk that is reached at once, and may go."""
+
+    def __init__(self, desk: Desk) -> None:
+        self.desk = desk
+        self.messages = 0
+        self.gone = asyncio.Event()
+
+    def take(self, asked: list[Asked]) -> None:
+        self.messages += 1
+        self.desk.take(asked)
+
+    def drop(self, numbers: list[int]) -> None:
+        self.desk.drop(numbers)
+
+    async def ended(self) -> list[Ended]:
+        self.messages += 1
+        lost = asyncio.ensure_future(self.gone.wait())
+        answer = asyncio.ensure_future(self.desk.ended())
+        await asyncio.wait({lost, answer}, return_when=asyncio.FIRST_COMPLETED)
+        lost.cancel()
+        if answer.done():
+            return answer.result()
+        raise RolloutError("the desk is gone")
+
+
+async def settled() -> None:
+    for _ in range(12):
+        await asyncio.sleep(0)
+
+
+def asked(mail: Mail, *seeds: int) -> list[asyncio.Task[Completion]]:
+    return [asyncio.ensure_future(mail.ask(PROMPT, SamplingParams(max_tokens=1, seed=seed))) for seed in seeds]
+
+
+def test_what_is_asked_at_once_is_two_messages_and_each_gets_its_own() -> None:
+    async def work() -> None:
+        sampler = Late()
+        way = Near(Desk(sampler))
+        mail = Mail(way)
+        tasks = asked(mail, *range(100, 200))
+        await settled()
+        assert way.messages == 2
+        for seed in reversed(range(100, 200)):
+            sampler.gates[seed].set()
+        found = await asyncio.gather(*tasks)
+        assert [int(one.tokens[0]) for one in found] == list(range(100, 200))
+        assert way.messages < 10
+        await settled()
+        again = asked(mail, 300)  # after a pause, somebody listens again
+        await settled()
+        sampler.gates[300].set()
+        assert int((await again[0]).tokens[0]) == 300
+
+    asyncio.run(work())
+
+
+def test_errors_come_back_to_who_asked() -> None:
+    async def work() -> None:
+        sampler = Late()
+        good, bad, worse = asked(Mail(Near(Desk(sampler))), 12, 13, 14)
+        await settled()
+        sampler.gates[13].set()
+        sampler.gates[14].set()
+        with pytest.raises(RolloutError, match="KeyError: 'fourteen'"):
+            await worse
+        with pytest.raises(RolloutError, match="thirteen"):
+            await bad
+        sampler.gates[12].set()
+        assert int((await good).tokens[0]) == 12
+
+    asyncio.run(work())
+
+
+def test_what_nobody_waits_for_is_not_drawn_further() -> None:
+    async def work() -> None:
+        sampler = Late()
+        mail = Mail(Near(Desk(sampler)))
+        never = asked(mail, 3)[0]
+        await asyncio.sleep(0)
+        never.cancel()
+        await settled()
+        assert never.cancelled() and not sampler.gates, "it had not even left"
+        first, second = asked(mail, 1, 2)
+        await settled()
+        first.cancel()
+        await settled()
+        assert first.cancelled() and sampler.given_up == [1]
+        sampler.gates[2].set()
+        assert int((await second).tokens[0]) == 2
+
+    asyncio.run(work())
+
+
+def test_everybody_who_waits_hears_that_the_desk_is_gone() -> None:
+    async def work() -> None:
+        way = Near(Desk(Late()))
+        tasks = asked(Mail(way), 1, 2, 3)
+        await settled()
+        way.gone.set()
+        found = await asyncio.gather(*tasks, return_exceptions=True)
+        assert [str(error) for error in found] == ["the desk is gone"] * 3
+
+    asyncio.run(work())
+
+
+def test_a_listener_that_was_cut_off_takes_nothing_from_the_next() -> None:
+    """An event loop ends while somebody listens; the next one's answers are not swallowed by the message before."""
+
+    async def work() -> None:
+        sampler = Late()
+        desk = Desk(sampler)
+        old = asyncio.ensure_future(desk.ended())
+        await settled()
+        new = asyncio.ensure_future(desk.ended())
+        desk.take([Asked(7, PROMPT, SamplingParams(max_tokens=1, seed=7))])
+        await settled()
+        sampler.gates[7].set()
+        assert await old == []
+        assert [one.number for one in await new] == [7]
+
+    asyncio.run(work())
