@@ -14,6 +14,7 @@ from strop.engines.base import Capabilities, Engine
 from strop.engines.build import build_engine, standing_values
 from strop.errors import ConfigError
 from strop.loops.schedule import optim_params
+from strop.models.experts import Form
 from strop.models.heads import ValueHead, load_value_head, make_value_model
 from strop.models.loading import CacheShape, LanguageModel, load_model
 from strop.models.tokenizer import load_tokenizer, same_tokens
@@ -43,7 +44,7 @@ def build_critic(cfg: CriticConfig, parts: Parts, start: Path | None) -> Engine:
         model = load_model(named, vocab_size=vocab_size, seed=recipe.seed, value_head=head)
     if cfg.model is None and parts.base is not None:  # the critic is trained whole: the policy's adapter goes into it
         own = dict(model.state())
-        model.load_state((own | {name: t for name, t in parts.engine.weights() if name in own}).items())
+        model.load_state((own | {name: t for name, t in parts.engine.weights(Form.PACKED) if name in own}).items())
     return build_engine(engine_config(recipe), model)
 
 

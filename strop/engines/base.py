@@ -16,6 +16,7 @@ from torch import Tensor
 
 from strop.config.adapter import AdapterConfig
 from strop.data.packing import Batch
+from strop.models.experts import Form
 from strop.types import Layout, Metrics, Outputs, Want
 
 InputsT = TypeVar("InputsT", contravariant=True)
@@ -153,13 +154,16 @@ class Engine(Protocol):
         ConfigError, after which everything is as before, the gradients too."""
         ...
 
-    def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Full tensors under Hugging Face names, one at a time, each a tensor that training does not write to."""
+    def weights(self, form: Form = Form.SAVED) -> Iterator[tuple[str, Tensor]]:
+        """Full tensors, one at a time, each a tensor of its own that training does not write to.
+
+        Their names are those of a folder that `save_pretrained` writes, or what else the receiver takes.
+        """
         ...
 
     def lend_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """The same to be read at once: they may be the engine's own, and hold only until it is asked for something
-        else."""
+        """The model's own tensors under its own names (`Form.PACKED`), to be read at once: they hold only until the
+        engine is asked for something else."""
         ...
 
     async def save(self, folder: Path) -> None:

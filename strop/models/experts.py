@@ -23,10 +23,11 @@ Named = tuple[str, Tensor]
 
 
 class Form(StrEnum):
-    """How a receiver takes experts."""
+    """How a receiver takes weights."""
 
-    STREAMED = "streamed"  # one tensor for each expert and projection
-    PACKED = "packed"  # a layer's experts in one tensor, under the model's own names
+    SAVED = "saved"  # the names and tensors of a folder that `save_pretrained` writes: what other libraries read
+    STREAMED = "streamed"  # one tensor for each expert and projection, whatever folders of the family have
+    PACKED = "packed"  # the model's own names and tensors, a layer's experts in one: for the same model elsewhere
 
 
 class Order(StrEnum):
@@ -58,7 +59,7 @@ FAMILIES: dict[str, _Names | None] = {
     "minimax_m2": _NUMBERED,
     "gpt_oss": None,  # the stacks themselves
 }
-_STACKED = re.compile(r"(.*)\.mlp\.experts\.(gate_up_proj|down_proj)(_bias)?")
+STACKED = re.compile(r"(.*)\.mlp\.experts\.(gate_up_proj|down_proj)(_bias)?")
 
 
 def join_gate_up(gate: Tensor, up: Tensor, order: Order, dim: int) -> Tensor:
@@ -83,11 +84,14 @@ def export_experts(model_type: str, weights: Iterable[Named], form: Form) -> Ite
     Tensors are views of the given ones. EngineError for a family whose checkpoints strop does not know.
     """
     names = _names(model_type)
+    if form is Form.PACKED:
+        yield from weights
+        return
     for name, tensor in weights:
-        stacked = _STACKED.fullmatch(name)
+        stacked = STACKED.fullmatch(name)
         if stacked is None:
             yield _outward(name, names), tensor
-        elif form is Form.PACKED:
+        elif form is Form.SAVED and names is None:
             yield name, tensor
         else:
             yield from _streamed(stacked, names, tensor)

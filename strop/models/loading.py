@@ -30,6 +30,7 @@ from strop.models.fuse import fuse
 from strop.models.gguf import CONVERTER_VERSION, convert_gguf
 from strop.models.heads import ValueHead, load_value_head, make_value_model, refuse_missing, value_head_of
 from strop.models.package import fetch_package
+from strop.models.saved import base_name, import_weights
 from strop.models.shards import share_of
 from strop.ops.select import Impl, resolve
 from strop.types import Layout
@@ -129,7 +130,8 @@ class LanguageModel:
         return logits_NV if self.softcap is None else self.softcap * torch.tanh(logits_NV / self.softcap)
 
     def state(self) -> Iterator[tuple[str, Tensor]]:
-        """Every weight and persistent buffer once, under its Hugging Face name; a tied head is not repeated."""
+        """Every weight and persistent buffer once, under the name that transformers' module has for it (checkpoints may
+        have others: `models/experts.py`); a tied head is not repeated."""
         seen: set[int] = set()
         for key, tensor in self.module.state_dict(keep_vars=True).items():
             name = base_name(key)
@@ -140,9 +142,11 @@ class LanguageModel:
 
     @torch.no_grad()
     def load_state(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """Copy every weight in place: all or nothing. EngineError names what is missing, unknown or of another
-        shape."""
-        own, given = dict(self.state()), dict(weights)
+        """Copy every weight in place, given under the model's own names or its checkpoints': all or nothing.
+
+        EngineError names what is missing, unknown or of another shape.
+        """
+        own, given = dict(self.state()), dict(import_weights(self.module, weights))
         wrong = [
             *(f"missing {name}" for name in own.keys() - given.keys()),
             *(f"unknown {name}" for name in given.keys() - own.keys()),
@@ -164,15 +168,6 @@ class LanguageModel:
 
     def num_parameters(self) -> int:
         return sum(tensor.numel() for _, tensor in self.state())
-
-
-def base_name(name: str) -> str | None:
-    """The Hugging Face name of a weight in a model that adapters (`models/lora.py`) may have been put into; None for
-    the adapters' own."""
-    parts = name.split(".")
-    if any(part.startswith("lora_") for part in parts):
-        return None
-    return ".".join(part for part in parts if part != "base_layer")
 
 
 def _first(config: PretrainedConfig, *names: str) -> Any:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
+
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
@@ -12,6 +14,12 @@ def full(tensor: Tensor) -> Tensor:
     if isinstance(tensor, DTensor):
         return tensor.full_tensor().detach().clone()
     return tensor.detach().clone()
+
+
+def gathered(weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    """Each tensor whole, one at a time; one that is whole already is itself. All ranks must take all of them."""
+    for name, tensor in weights:
+        yield name, tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def share_of(whole: Tensor, own: Tensor) -> Tensor:

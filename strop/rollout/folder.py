@@ -19,9 +19,10 @@ from typing import TYPE_CHECKING
 import torch
 from safetensors.torch import save_file
 from transformers import PreTrainedModel
-from transformers.core_model_loading import revert_weight_conversion
 
 from strop.errors import EngineError
+from strop.models.experts import Form
+from strop.models.saved import export_weights
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -82,11 +83,13 @@ class Policy:
 
     def _published(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         """As checkpoints hold them: experts one by one."""
+        return export_weights(self.module, self._every(weights), Form.SAVED)
+
+    def _every(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         missing = set(self.shapes)
         for name, tensor in weights:
-            fitting = self._fitting(name, tensor)
+            yield name, self._fitting(name, tensor)
             missing.discard(name)
-            yield from revert_weight_conversion(self.module, {name: fitting}).items()
         if missing:
             raise EngineError(f"these weights are not the sampler's model: missing {', '.join(sorted(missing)[:5])}")
 

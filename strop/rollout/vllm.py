@@ -20,11 +20,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 from transformers import PreTrainedModel
-from transformers.core_model_loading import revert_weight_conversion
 
 from strop.config.vllm import VllmConfig
 from strop.errors import EngineError, RolloutError, StropError
 from strop.models.attention import PackedAttention
+from strop.models.experts import Form
+from strop.models.saved import export_weights
 from strop.ops.logprobs import Head, HeadImpl, score_targets
 from strop.rollout.delta import delta_of
 from strop.rollout.transfer import BUCKET_BYTES
@@ -261,12 +262,8 @@ class VllmSampler:
     def _published(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         """As checkpoints of the architecture hold them, and vLLM reads them: experts one by one, and a tied head beside
         the embedding. vLLM would tie it too, but on processors it keeps a copy of its own, which no update reaches."""
-        for name, tensor in weights:
-            for each in (name, *self._ties.get(name, [])):
-                if self._module is None:
-                    yield each, tensor
-                else:
-                    yield from revert_weight_conversion(self._module, {each: tensor}).items()
+        every = ((each, tensor) for name, tensor in weights for each in (name, *self._ties.get(name, [])))
+        return every if self._module is None else export_weights(self._module, every, Form.SAVED)
 
     def _probe(self, model: LanguageModel, patience_s: float) -> None:
         """Both score a random text. A weight that arrived and was put nowhere, or a layer that vLLM computes in another

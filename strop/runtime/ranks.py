@@ -16,6 +16,7 @@ from torch import Tensor
 from strop.config.adapter import AdapterConfig
 from strop.engines.base import Engine
 from strop.errors import EngineError, StropError
+from strop.models.experts import Form
 
 MakeEngine = Callable[[], Engine]
 BUCKET_BYTES = 64 << 20  # of weights that come in one answer
@@ -97,12 +98,13 @@ class RankServer:
 class _Stream:
     """Tensors that a rank sends, some megabytes at a time. All ranks take part, the first one answers."""
 
-    def __init__(self, tensors: Callable[[], Iterator[tuple[str, Tensor]]], rank: int) -> None:
+    def __init__(self, tensors: Callable[..., Iterator[tuple[str, Tensor]]], rank: int) -> None:
         self._tensors, self._rank = tensors, rank
         self._left: Iterator[tuple[str, Tensor]] = iter(())
 
-    def start(self) -> None:
-        self._left = self._tensors()
+    def start(self, *form: Form) -> None:
+        """Begin anew; `form` is for a stream that comes in several."""
+        self._left = self._tensors(*form)
 
     def next(self) -> list[tuple[str, Tensor]]:
         """The next tensors; none at the end."""

@@ -14,6 +14,7 @@ from strop.config.parallel import ParallelConfig
 from strop.data.dummy import dummy_of
 from strop.data.packing import Batch
 from strop.engines.base import Capabilities, ForwardBackward, Loss, OptimOutcome, OptimParams
+from strop.models.experts import Form
 from strop.runtime.ranks import WHOLE, Ranks
 from strop.types import Outputs, Want, merge_metrics
 
@@ -62,13 +63,13 @@ class RemoteEngine:
     async def optim_step(self, params: OptimParams) -> OptimOutcome:
         return (await self._all("optim_step", params))[0]
 
-    def weights(self) -> Iterator[tuple[str, Tensor]]:
-        self._at_once("start_weights")
+    def weights(self, form: Form = Form.SAVED) -> Iterator[tuple[str, Tensor]]:
+        self._at_once("start_weights", form)
         while bucket := self._at_once("next_weights"):
             yield from bucket
 
     def lend_weights(self) -> Iterator[tuple[str, Tensor]]:
-        return self.weights()
+        return self.weights(Form.PACKED)
 
     def adapter_weights(self) -> Iterator[tuple[str, Tensor]]:
         self._at_once("start_adapter_weights")

@@ -30,9 +30,11 @@ from strop.engines.fsdp2.routing import Routers
 from strop.engines.fsdp2.scoring import Scorer
 from strop.engines.fsdp2.spread import Alone, Place, Spread, is_first_rank, on_first_rank
 from strop.errors import CheckpointError, EngineError
+from strop.models.experts import Form
 from strop.models.heads import values
 from strop.models.loading import LanguageModel
-from strop.models.shards import full
+from strop.models.saved import export_weights
+from strop.models.shards import gathered
 from strop.ops.logprobs import Entropy
 from strop.types import Metrics, Outputs, Want, merge_metrics
 
@@ -174,17 +176,15 @@ class Fsdp2Engine:
         self._here("optim_step")
         return self._optimizers.step(params)
 
-    def weights(self) -> Iterator[tuple[str, Tensor]]:
+    def weights(self, form: Form = Form.SAVED) -> Iterator[tuple[str, Tensor]]:
         self._here("weights")
-        if self._adapter is not None:
-            yield from self._adapter.merged()
-            return
-        for name, tensor in self.model.state():
-            yield name, full(tensor)
+        own = self._adapter.merged() if self._adapter is not None else gathered(self.model.state())
+        for name, tensor in export_weights(self.model.module, own, form):
+            yield name, tensor.detach().clone()  # one expert of a stack would carry all of it along
 
     def lend_weights(self) -> Iterator[tuple[str, Tensor]]:
         if self._adapter is not None or self._place.ranks > 1:
-            yield from self.weights()
+            yield from self.weights(Form.PACKED)
             return
         self._here("lend_weights")
         yield from self.model.state()

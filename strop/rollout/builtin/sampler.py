@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 from strop.errors import RolloutError
 from strop.models.attention import PackedAttention
 from strop.models.moe import has_routers
+from strop.models.saved import import_weights
 from strop.ops.logprobs import Head, HeadImpl, score_targets
 from strop.ops.paged import PagedKV
 from strop.rollout.builtin.attention import CachedAttention
@@ -130,7 +131,7 @@ class BuiltinSampler:
     def _cast(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         """Floating-point weights in the model's own format; the other checks are the model's."""
         dtypes = {name: tensor.dtype for name, tensor in self._model.state()}
-        for name, tensor in weights:
+        for name, tensor in import_weights(self._model.module, weights):
             own = dtypes.get(name, tensor.dtype)
             yield name, tensor.to(own) if tensor.is_floating_point() and own.is_floating_point else tensor
 
