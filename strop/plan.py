@@ -409,12 +409,7 @@ def _check_engine(recipe: Recipe, facts: Facts) -> None:
 def _router_problems(recipe: Recipe, skeleton: PreTrainedModel, can: Capabilities) -> Iterator[str]:
     """What loops ask of routers, and neither this model, this engine nor this sampler gives."""
     for name, loop in recipe.loops().items():
-        if loop.needs_routers and recipe.engine.parallel.sequence > 1:
-            yield (
-                f"{name}.router_replay and {name}.router need whole batches of tokens on a rank: set "
-                "engine.parallel.sequence to 1"
-            )
-        elif loop.needs_routers and not can.router_replay:
+        if loop.needs_routers and not can.router_replay:
             yield (
                 f"{name}.router_replay and {name}.router are for mixtures of experts; engine.kind {recipe.engine.kind} "
                 f"finds no routers that it knows in {type(skeleton).__name__}: leave both at their defaults"

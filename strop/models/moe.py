@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Generator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -214,12 +214,43 @@ def _compare(part: nn.Module, layer: int) -> int:
     return ids_TK.shape[1]
 
 
+class Split(Protocol):
+    """How the T tokens of a pass are dealt to ranks that each route some of them, in order. All ranks call alike."""
+
+    def own(self, column_T: Tensor, fill: float) -> Tensor:
+        """This rank's rows of a column; `fill` in those that only make all ranks' numbers equal."""
+        ...
+
+    def gather(self, rows: Tensor, total: int) -> Tensor:
+        """Every rank's rows as the column [T] of `total` tokens, on every rank."""
+        ...
+
+    def add(self, numbers: Tensor) -> Tensor:
+        """What each rank counted in its own rows, summed."""
+        ...
+
+
+class Whole:
+    """All tokens are routed here."""
+
+    def own(self, column_T: Tensor, fill: float) -> Tensor:
+        return column_T
+
+    def gather(self, rows: Tensor, total: int) -> Tensor:
+        return rows
+
+    def add(self, numbers: Tensor) -> Tensor:
+        return numbers
+
+
 class Routing:
     """What the routers are told and what they did, in one forward pass over T tokens and its recomputation.
 
     With `given`, rows that hold a route take it; rows of -1 have none, are routed by the model, and are counted. Raises
     EngineError for routes that do not fit: other tokens, layers left out, another K, ids that no expert has, an expert
     twice in a row (rows without a route hold -1, not zeros).
+
+    `given`, and what the methods below return, are of all T tokens, whatever part of them `split` leaves to this rank.
     """
 
     def __init__(
@@ -229,14 +260,17 @@ class Routing:
         *,
         given: Routes | None = None,
         keep_logits: bool = False,
+        split: Split = Whole(),  # noqa: B008
     ) -> None:
         self._routers = routers
         self._num_tokens = num_tokens
+        self._num_rows = len(split.own(torch.empty(num_tokens, dtype=torch.bool), False))
         self._keep_logits = keep_logits
+        self._split = split
         self._given_LTK: dict[int, Tensor] = {}
         if given is not None:
             device = next(routers[0].module.parameters()).device
-            experts_TLK = torch.from_numpy(_checked(given, routers, num_tokens)).to(device)
+            experts_TLK = split.own(torch.from_numpy(_checked(given, routers, num_tokens)), -1).to(device)
             self._given_LTK = {router.layer: experts_TLK[:, n] for n, router in enumerate(routers)}
         self._ids: dict[int, Tensor] = {}
         self._logits: dict[int, Tensor] = {}
@@ -259,8 +293,8 @@ class Routing:
     def choose(self, router: Router, logits_TE: Tensor, weights_TK: Tensor, ids_TK: Tensor) -> tuple[Tensor, Tensor]:
         """(weights, ids) of one layer. When it runs again it does the same again, and nothing is counted twice."""
         layer = router.layer
-        if len(ids_TK) != self._num_tokens:
-            raise EngineError(f"layer {layer} routes {len(ids_TK)} tokens in a pass over {self._num_tokens}")
+        if len(ids_TK) != self._num_rows:
+            raise EngineError(f"layer {layer} routes {len(ids_TK)} tokens in a pass over {self._num_rows}")
         first = layer not in self._ids
         if layer in self._given_LTK:
             given_TK = self._given_LTK[layer].long()
@@ -285,27 +319,25 @@ class Routing:
 
     def taken_TLK(self) -> Tensor:
         """The experts that were taken: int16 [T, L, K], where the model is."""
-        return torch.stack([self._ids[router.layer] for router in self._routers], 1).to(torch.int16)
+        taken_TLK = torch.stack([self._ids[router.layer] for router in self._routers], 1)
+        return self._split.gather(taken_TLK.int(), self._num_tokens).to(torch.int16)  # 16 bits do not travel
 
     def taken(self) -> Routes:
         """The experts that were taken, on the host."""
         return Routes(tuple(router.layer for router in self._routers), self.taken_TLK().cpu().numpy())
 
-    def counts_LE(self, mask_T: Tensor) -> Tensor:
-        """How often each expert was taken at the masked rows: int64 [L, E], on the host."""
-        most = max(router.num_experts for router in self._routers)
-        taken = [self._ids[router.layer] for router in self._routers]
-        mask_T = mask_T.to(taken[0].device)
-        counts = [torch.bincount(ids_TK[mask_T].flatten(), minlength=most) for ids_TK in taken]
-        return torch.stack(counts).cpu()
+    @property
+    def num_experts(self) -> int:
+        """Of the layer that has most."""
+        return max(router.num_experts for router in self._routers)
 
     def logits_TLE(self) -> Tensor:
         """What the routers scored, with the graph of the pass: before any softmax, [T, L, E], float32 or wider."""
-        return torch.stack([_wide(self._logits[router.layer]) for router in self._routers], 1)
+        logits_TLE = torch.stack([_wide(self._logits[router.layer]) for router in self._routers], 1)
+        return self._split.gather(logits_TLE, self._num_tokens)
 
-    def shares_TLE(self) -> Tensor:
+    def shares_TLE(self, logits_TLE: Tensor) -> Tensor:
         """The same as parts of 1 over a token's experts: a softmax, or sigmoids over their sum, by the family."""
-        logits_TLE = self.logits_TLE()
         sigmoids = self._routers[0].weigh in (_scaled_sigmoid, _sigmoid)
         return torch.softmax(F.logsigmoid(logits_TLE) if sigmoids else logits_TLE, -1)
 
@@ -313,9 +345,10 @@ class Routing:
         """How many of all choices were replayed; and of those, how many the model would have made otherwise."""
         if not self._given_LTK:
             return {}
+        replayed, moved = self._split.add(torch.stack([torch.as_tensor(self._replayed), torch.as_tensor(self._moved)]))
         return {
-            "router/replayed": Metric(Reduction.MEAN, self._replayed, self._num_tokens * len(self._routers)),
-            "router/disagreement": Metric(Reduction.MEAN, self._moved, self._replayed),
+            "router/replayed": Metric(Reduction.MEAN, replayed, self._num_tokens * len(self._routers)),
+            "router/disagreement": Metric(Reduction.MEAN, moved, replayed),
         }
 
 

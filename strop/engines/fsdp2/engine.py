@@ -76,7 +76,7 @@ class Fsdp2Engine:
             lora=config.parallel.tensor == 1,
             shared_prefix=True,
             value_head=model.value_head is not None,
-            router_replay=self._routers.known and config.parallel.sequence == 1,
+            router_replay=self._routers.known,
         )
         self.data_parallel = 1
         self._scorer = Scorer(model, config, adapter, every_weight=spread)
@@ -125,7 +125,7 @@ class Fsdp2Engine:
         return ForwardBackward(outputs=outputs, metrics=merge_metrics(metrics))
 
     def _learn_one(self, batch: Batch[InputsT], loss: Loss[InputsT], want: Want) -> tuple[Outputs, Metrics]:
-        with self._routers.around(batch, want) as routed:  # the backward pass may run layers again
+        with self._routers.around(batch, want, self._place) as routed:  # the backward pass may run layers again
             summed: Tensor | None = None
             if self.model.value_head is None and self._scorer.fuses(loss) and self._place.ranks == 1:
                 live, summed = self._scorer.learn(self._hidden(batch, want), batch, want, loss)
@@ -142,7 +142,7 @@ class Fsdp2Engine:
             return _detached(live), measured | routed.metrics()
 
     def _score(self, batch: Batch[Any], want: Want) -> Outputs:
-        with self._routers.around(batch, want) as routed:
+        with self._routers.around(batch, want, self._place) as routed:
             return routed.into(self._outputs(batch, want, Entropy.VALUE))
 
     def _outputs(self, batch: Batch[Any], want: Want, entropy: Entropy) -> Outputs:

@@ -7,10 +7,13 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
+import torch
+
 from strop.data.packing import Batch
+from strop.data.routes import expert_counts
 from strop.errors import EngineError
 from strop.models.loading import LanguageModel
-from strop.models.moe import Router, Routing, find_routers, has_routers
+from strop.models.moe import Router, Routing, Split, find_routers, has_routers
 from strop.types import Metrics, Outputs, Want
 
 
@@ -34,14 +37,17 @@ class Routers:
                 self._problem = str(error)
 
     @contextmanager
-    def around(self, batch: Batch[Any], want: Want) -> Generator[Routed]:
-        """Bind what the batch gives and what is wanted of it, for its forward and its backward pass."""
+    def around(self, batch: Batch[Any], want: Want, split: Split) -> Generator[Routed]:
+        """Bind what the batch gives and what is wanted of it, for its forward and its backward pass.
+
+        `split` says which of the batch's tokens run here. Routes that do not fit are an EngineError on every rank.
+        """
         if batch.routes is None and not want.routes and not want.router_logits:
             yield Routed(None, batch, want)
             return
         if not self._found:
             raise EngineError(self._problem)
-        routing = Routing(self._found, len(batch), given=batch.routes, keep_logits=want.router_logits)
+        routing = Routing(self._found, len(batch), given=batch.routes, keep_logits=want.router_logits, split=split)
         with routing.bound():
             yield Routed(routing, batch, want)
 
@@ -60,14 +66,14 @@ class Routed:
             return outputs
         self._routing.check()
         if self._want.routes:
-            outputs = replace(
-                outputs, routes=self._routing.taken(), expert_counts_LE=self._routing.counts_LE(self._mask_T)
-            )
-        return replace(
-            outputs,
-            router_logits_TLE=self._routing.logits_TLE() if self._want.router_logits else None,
-            router_shares_TLE=self._routing.shares_TLE() if self._want.router_logits else None,
-        )
+            taken = self._routing.taken()
+            counts_LE = expert_counts(taken, self._mask_T.cpu().numpy(), self._routing.num_experts)
+            outputs = replace(outputs, routes=taken, expert_counts_LE=torch.from_numpy(counts_LE))
+        if self._want.router_logits:
+            logits_TLE = self._routing.logits_TLE()
+            shares_TLE = self._routing.shares_TLE(logits_TLE)
+            outputs = replace(outputs, router_logits_TLE=logits_TLE, router_shares_TLE=shares_TLE)
+        return outputs
 
     def metrics(self) -> Metrics:
         return {} if self._routing is None else self._routing.metrics()

@@ -60,6 +60,19 @@ class Place(Protocol):
         """Outputs of a slice to those of the batch of `total` tokens, on every rank."""
         ...
 
+    def own(self, column_T: Tensor, fill: float) -> Tensor:
+        """The slice of one column of a batch that belongs to `share`, filled up with `fill`."""
+        ...
+
+    def gather(self, rows: Tensor, total: int) -> Tensor:
+        """Every rank's slice of a column as that of the batch of `total` tokens, on every rank; a gradient comes back
+        for this rank's own rows."""
+        ...
+
+    def add(self, numbers: Tensor) -> Tensor:
+        """What each rank counted in its slice, summed."""
+        ...
+
     def syncs(self, now: bool) -> None:
         """Whether the next backward pass sums gradients over ranks; it does so once for a call, at its last batch."""
         ...
@@ -99,6 +112,15 @@ class Alone:
 
     def whole(self, outputs: Outputs, total: int) -> Outputs:
         return outputs
+
+    def own(self, column_T: Tensor, fill: float) -> Tensor:
+        return column_T
+
+    def gather(self, rows: Tensor, total: int) -> Tensor:
+        return rows
+
+    def add(self, numbers: Tensor) -> Tensor:
+        return numbers
 
     def syncs(self, now: bool) -> None: ...
 
@@ -152,18 +174,15 @@ class Spread:
     def share(self, batch: Batch[InputsT]) -> Batch[InputsT]:
         if self._sequence is None:
             return batch
-        if batch.routes is not None:
-            raise EngineError("routes are not replayed under engine.parallel.sequence: set that to 1")
-        mine, total = self._slice(len(batch)), len(batch)
-        pads = self._padded(total) - total
         return replace(
             batch,
-            tokens_T=_padded(batch.tokens_T, pads, 0)[mine],
-            targets_T=_padded(batch.targets_T, pads, -1)[mine],
-            mask_T=_padded(batch.mask_T, pads, False)[mine],
-            weights_T=_padded(batch.weights_T, pads, 0.0)[mine],
-            temperature_T=None if batch.temperature_T is None else _padded(batch.temperature_T, pads, 1.0)[mine],
-            ids_TK=None if batch.ids_TK is None else _padded(batch.ids_TK, pads, 0)[mine],
+            tokens_T=self.own(batch.tokens_T, 0),
+            targets_T=self.own(batch.targets_T, -1),
+            mask_T=self.own(batch.mask_T, False),
+            weights_T=self.own(batch.weights_T, 0.0),
+            temperature_T=None if batch.temperature_T is None else self.own(batch.temperature_T, 1.0),
+            ids_TK=None if batch.ids_TK is None else self.own(batch.ids_TK, 0),
+            routes=None,  # routers are told theirs before, from `own`
         )
 
     def positions(self, layout: Layout) -> Tensor:
@@ -175,8 +194,21 @@ class Spread:
         return inner if self._sequence is None else UlyssesAttention(inner, self._sequence)
 
     def whole(self, outputs: Outputs, total: int) -> Outputs:
-        group = self._sequence
-        return outputs if group is None else outputs.each_row(lambda rows: gather_rows(rows, group)[:total])
+        return outputs.each_row(lambda rows: self.gather(rows, total))
+
+    def own(self, column_T: Tensor, fill: float) -> Tensor:
+        if self._sequence is None:
+            return column_T
+        total = len(column_T)
+        return _padded(column_T, self._padded(total) - total, fill)[self._slice(total)]
+
+    def gather(self, rows: Tensor, total: int) -> Tensor:
+        return rows if self._sequence is None else gather_rows(rows, self._sequence)[:total]
+
+    def add(self, numbers: Tensor) -> Tensor:
+        if self._sequence is not None:
+            dist.all_reduce(numbers, group=self._sequence)
+        return numbers
 
     def syncs(self, now: bool) -> None:
         for part in self._sharded:
