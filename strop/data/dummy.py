@@ -31,7 +31,7 @@ def dummy_of(batch: Batch[InputsT]) -> Batch[InputsT]:
 
 
 def _first_row(inputs: Any) -> Any:
-    """The first row of every tensor in a loss's record."""
+    """The first row of every column in a loss's record; what is of layers and experts has no rows, and stays."""
     if isinstance(inputs, Tensor):
         return inputs[:1]
     if inputs is None:
@@ -39,6 +39,6 @@ def _first_row(inputs: Any) -> Any:
     rows = {
         field.name: _first_row(value)
         for field in fields(inputs)
-        if isinstance(value := getattr(inputs, field.name), Tensor)
+        if isinstance(value := getattr(inputs, field.name), Tensor) and not field.name.endswith("_LE")
     }
     return replace(inputs, **rows)

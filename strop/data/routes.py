@@ -59,14 +59,6 @@ def join_texts(routes_S: Sequence[Routes | None], length_S: NDArray[np.int64]) -
     return joined
 
 
-def spread_rows(num_rows: int, num_experts: int, top_k: int) -> NDArray[np.int16]:
-    """Experts [N, K] for rows that only pad: no expert twice in a row, and over the rows none more often than others.
-
-    For backends that must route padding: one expert for all of it would be their slowest.
-    """
-    return (np.arange(num_rows * top_k, dtype=np.int64) % num_experts).reshape(num_rows, top_k).astype(np.int16)
-
-
 def expert_counts(routes: Routes, counted_T: Bools, num_experts: int) -> NDArray[np.int64]:
     """How often each expert was taken, [L, E], by the counted tokens that have a route."""
     chosen_NLK = routes.experts_TLK[counted_T].astype(np.int64)

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from strop.algos.balance import fractions_of, load_balancing, router_terms, router_z, sampled_rows, violations
-from strop.types import Outputs
+from strop.types import Metric, Outputs, Reduction
 
 LOGITS = torch.tensor([[[2.0, 1.0, 0.0, -1.0]]])
 SHARES = LOGITS.softmax(-1)
@@ -46,6 +46,53 @@ def test_terms_are_constants_times_means_over_the_mask() -> None:
     assert metrics["router/balance"].result == pytest.approx(1.7616, abs=1e-3)
     assert metrics["router/z"].result == pytest.approx(5.9545, abs=1e-3)
     assert set(router_terms(outputs, None, mask, balance=0.0, z=0.1)[1]) == {"router/z"}
+
+
+def terms_of(count: int, *, balance: float, z: float, fractions: bool = True) -> tuple[torch.Tensor, dict[str, Metric]]:
+    """Of `count` tokens, all of which count."""
+    logits = LOGITS.repeat(count, 1, 1).requires_grad_()
+    outputs = Outputs(logprobs_T=torch.zeros(count), router_logits_TLE=logits, router_shares_TLE=logits.softmax(-1))
+    even = torch.tensor([[0.5, 0.5, 0.0, 0.0]]) if fractions else None
+    return router_terms(outputs, even, torch.ones(count, dtype=torch.bool), balance=balance, z=z)
+
+
+def test_metrics_of_the_terms_are_means_that_merge() -> None:
+    """A sum over tokens and how many there were, so that batches of 1 and 3 tokens merge to the mean over all 4; and
+    numbers, which hold no graph."""
+    for name, one in (("router/balance", 1.7616), ("router/z", 5.9545)):
+        few, many = (terms_of(count, balance=0.5, z=0.1)[1][name] for count in (1, 3))
+        assert few.reduction is many.reduction is Reduction.MEAN
+        assert (float(few.count), float(many.count)) == (1.0, 3.0)
+        assert float(many.value) == pytest.approx(3 * one, abs=1e-3)
+        assert few.merge(many).result == pytest.approx(one, abs=1e-3)
+        assert isinstance(many.value, torch.Tensor) and not many.value.requires_grad
+    assert set(terms_of(2, balance=0.5, z=0.0)[1]) == {"router/balance"}
+    assert set(terms_of(2, balance=0.5, z=0.1)[1]) == {"router/balance", "router/z"}
+    terms, metrics = terms_of(2, balance=0.0, z=0.0)
+    assert terms.tolist() == [0.0, 0.0] and terms.dtype == torch.float32 and metrics == {}
+    terms, _ = terms_of(2, balance=0.0, z=0.1, fractions=False)
+    assert terms.tolist() == pytest.approx([0.59545] * 2, abs=1e-4)
+    terms, _ = terms_of(2, balance=0.5, z=0.0)
+    assert terms.tolist() == pytest.approx([0.5 * 1.7616] * 2, abs=1e-4)
+
+
+def test_what_a_term_lacks_is_said() -> None:
+    mask, scores = torch.ones(1, dtype=torch.bool), LOGITS
+    nothing = "a router's terms have coefficients, but the engine gave no router_logits_TLE"
+    for outputs in (
+        Outputs(logprobs_T=torch.zeros(1)),
+        Outputs(logprobs_T=torch.zeros(1), router_logits_TLE=scores),
+        Outputs(logprobs_T=torch.zeros(1), router_shares_TLE=SHARES),
+    ):
+        with pytest.raises(ValueError) as raised:
+            router_terms(outputs, torch.ones(1, 4), mask, balance=0.0, z=0.1)
+        assert str(raised.value) == nothing
+    with pytest.raises(ValueError) as raised:
+        terms_of(1, balance=0.25, z=0.0, fractions=False)
+    assert str(raised.value) == "balance_coefficient is 0.25, but the batch has no expert_fractions_LE"
+    with pytest.raises(ValueError) as raised:
+        load_balancing(SHARES, torch.ones(2, 4))
+    assert str(raised.value) == "shares [T, L, E] (1, 1, 4), fractions [L, E] (2, 4)"
 
 
 def test_gradient_of_the_balance_treats_fractions_as_constants() -> None:

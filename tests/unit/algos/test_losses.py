@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import fields, replace
 from typing import Any
@@ -254,3 +255,14 @@ def test_what_is_only_measured_is_not_differentiated() -> None:
 def test_a_token_without_an_advantage_is_never_clipped(loss: PolicyLoss) -> None:
     _, metrics = loss(OUTPUTS, replace(INPUTS, advantages_T=torch.zeros(4)), LAYOUT, MASK)
     assert all(m.result == 0.0 for name, m in metrics.items() if "clip_fraction" in name)
+
+
+def test_a_ratio_at_its_bound_is_not_extreme() -> None:
+    """`policy/ratio_extreme` counts what is outside of [1/2, 2]: neither 2 nor 1/2 is, and what is a bit further is."""
+    bound = math.log(2.0)
+    for gap, extreme in ((bound, 0.0), (-bound, 0.0), (math.nextafter(bound, 1.0), 1.0), (-bound - 1e-12, 1.0)):
+        zero_T = torch.zeros(2, dtype=torch.float64)
+        outputs = Outputs(logprobs_T=torch.tensor([gap, 9.0], dtype=torch.float64))
+        inputs = PolicyInputs(behavior_logprobs_T=zero_T, advantages_T=zero_T + 1.0)
+        _, metrics = PolicyGradient()(outputs, inputs, Layout((2,)), torch.tensor([True, False]))
+        assert metrics["policy/ratio_extreme"].result == extreme, gap

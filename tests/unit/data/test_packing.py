@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from strop.config.recipe import TooLong
-from strop.data.packing import Example, pack_examples, pack_policy, with_inputs
+from strop.data.packing import Example, pack_examples, pack_policy, unrouted, with_inputs
 from strop.errors import DataError
-from strop.types import Group, Layout, Trajectory
+from strop.types import Completion, Group, Layout, Routes, Segment, Stop, Trajectory
 from tests.unit.data.groups import (
     attempt,
     losses_as_logprobs,
@@ -374,3 +374,49 @@ def test_examples_follow_the_same_rules() -> None:
     assert pack_examples([], max_tokens=3, data_parallel=2).batches == []
     with pytest.raises(ValueError, match="3 tokens with a mask of 2"):
         pack_examples([example([1, 2, 3], [0, 1])], max_tokens=3, data_parallel=1)
+
+
+def routed(prompt: list[int], reply: list[int]) -> Trajectory:
+    """An attempt whose tokens 10 and up took experts that are called after them; the last token was never routed."""
+    made = Segment()
+    made.observe(np.asarray(prompt, np.int32))
+    text = np.asarray([*prompt, *reply], np.int16)
+    experts_TLK = np.stack([text, text + 1], -1)[:, None]
+    experts_TLK[-1] = -1
+    column = np.full(len(reply), -1.0, np.float32)
+    made.act(
+        Completion(
+            tokens=np.asarray(reply, np.int32),
+            logprobs=column,
+            sampling_logprobs=column,
+            versions=np.zeros(len(reply), np.int32),
+            stop=Stop.TOKEN,
+            routes=Routes((4,), experts_TLK),
+        )
+    )
+    return Trajectory([made])
+
+
+@pytest.mark.parametrize("data_parallel", [1, 3])
+@pytest.mark.parametrize("share_prefixes", [False, True])
+def test_routes_stand_beside_their_own_tokens(share_prefixes: bool, data_parallel: int) -> None:
+    """H05, H12: 4 tokens have 3 routes and a last row without one, where nothing is trained; however texts are packed,
+    and in batches that only fill a rank too."""
+    two = Group("t", [routed([10, 11], [12, 13]), routed([10, 11], [14])])
+    groups = [two, Group("u", [routed([20], [21]), attempt([30], [31])])]
+    packed = pack(groups, share_prefixes=share_prefixes, data_parallel=data_parallel)
+    rows: list[tuple[int, int]] = []
+    for batch in packed.batches:
+        assert batch.routes is not None and batch.routes.layers == (4,) and len(batch.routes) == len(batch)
+        columns = zip(batch.tokens_T.tolist(), batch.targets_T.tolist(), batch.routes.experts_TLK.tolist(), strict=True)
+        for token, target, experts in columns:
+            rows.append((token, experts[0][0]))
+            known = token < 30 and target >= 0
+            assert experts == ([[token, token + 1]] if known else [[-1, -1]]) or spare(batch)
+    last = [(13, -1), (14, -1), (21, -1)]
+    assert sorted(row for row in rows if row in last) == last
+    (free, *_), (held, *_) = unrouted(packed.batches), packed.batches
+    assert free.routes is None and held.routes is not None, "what it was made of stays as it is"
+    assert free.tokens_T is held.tokens_T and free.inputs is held.inputs
+    plain = pack([Group("t", [attempt([1], [2])])]).batches
+    assert unrouted(plain)[0] is plain[0]

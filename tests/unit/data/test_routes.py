@@ -20,7 +20,6 @@ from strop.data.routes import (
     join_layers,
     join_texts,
     of_layers,
-    spread_rows,
     unknown,
 )
 from strop.errors import DataError, EngineError
@@ -161,14 +160,6 @@ def test_a_batch_that_only_fills_a_rank_has_routes_too() -> None:
     for batch in batches:
         assert batch.routes is not None and len(batch.routes) == len(batch)
     assert pack([Group("t", [attempt([1], [2])])], share=False)[0].routes is None
-
-
-def test_padding_is_spread_over_the_experts() -> None:
-    """H06: distinct in each row, and no pile on the first ones."""
-    assert spread_rows(3, 4, 2).tolist() == [[0, 1], [2, 3], [0, 1]]
-    rows = spread_rows(12, 8, 3)
-    assert all(len(set(row)) == 3 for row in rows.tolist())
-    assert np.bincount(rows.ravel()).tolist() == [5, 5, 5, 5, 4, 4, 4, 4]
 
 
 def test_load_counts_sampled_tokens_that_have_a_route() -> None:
