@@ -20,6 +20,7 @@ from vllm.model_executor.model_loader.reload.layerwise import (
     get_layerwise_info,
     initialize_layerwise_reload,
 )
+from vllm.platforms import current_platform
 from vllm.v1.sample.sampler import Sampler
 
 COLUMNS = 2  # beside the first, of which vLLM itself says that it is the drawn token's
@@ -84,6 +85,7 @@ class StropWorker:
         """Take a whole model's weights from safetensors files, in place. What vLLM leaves as it was is an error."""
         model = self.model_runner.get_model()
         with set_current_vllm_config(self.vllm_config):
+            forget_packed_experts(model)
             initialize_layerwise_reload(model)
             model.load_weights(read_tensors([Path(file) for file in files]))
             left = left_out(model)  # before vLLM puts back what was there
@@ -92,6 +94,17 @@ class StropWorker:
             raise RuntimeError(f"{type(model).__name__} took no weights for {', '.join(left[:5])}: its names differ")
         self.model_runner.sampler.version = version
         return version
+
+
+def forget_packed_experts(model: torch.nn.Module) -> None:
+    """Have vLLM make the kernels of experts anew. On processors it packs their weights while it makes the kernel, and
+    not again: what came later would be read as packed, and is not."""
+    if not current_platform.is_cpu():
+        return
+    for layer in model.modules():
+        method = getattr(layer, "quant_method", None)
+        if getattr(method, "moe_kernel", None) is not None:
+            method.moe_kernel = None
 
 
 def left_out(model: torch.nn.Module) -> list[str]:
