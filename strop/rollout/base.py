@@ -40,7 +40,8 @@ class Sampler(Protocol):
         ...
 
     async def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
-        """Take all weights, under Hugging Face names, at a token boundary. Running requests go on with them.
+        """Take all weights, under a checkpoint's names or those of transformers' module, at a token boundary. Running
+        requests go on with them.
 
         All or nothing: names, shapes and dtypes are checked before the first is used.
         """

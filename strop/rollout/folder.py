@@ -22,7 +22,7 @@ from transformers import PreTrainedModel
 
 from strop.errors import EngineError
 from strop.models.experts import Form
-from strop.models.saved import export_weights
+from strop.models.saved import export_weights, import_weights
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -87,7 +87,7 @@ class Policy:
 
     def _every(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         missing = set(self.shapes)
-        for name, tensor in weights:
+        for name, tensor in import_weights(self.module, weights):
             yield name, self._fitting(name, tensor)
             missing.discard(name)
         if missing:

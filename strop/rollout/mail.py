@@ -11,6 +11,7 @@ import asyncio
 import traceback
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 from strop.errors import RolloutError, StropError
@@ -40,7 +41,7 @@ class Desk:
 
     def __init__(self, sampler: Sampler) -> None:
         self._sampler = sampler
-        self._running: dict[int, asyncio.Task[None]] = {}
+        self._running: dict[int, asyncio.Task[Completion]] = {}
         self._ended: list[Ended] = []
         self._change = asyncio.Event()
         self._listener = 0
@@ -48,7 +49,9 @@ class Desk:
     def take(self, asked: Iterable[Asked]) -> None:
         """Begin to draw."""
         for one in asked:
-            self._running[one.number] = asyncio.ensure_future(self._draw(one))
+            drawing = asyncio.ensure_future(self._sampler.sample(one.prompt, one.params))
+            drawing.add_done_callback(partial(self._note, one.number))
+            self._running[one.number] = drawing
 
     def drop(self, numbers: Iterable[int]) -> None:
         """Nobody waits for these any more."""
@@ -69,15 +72,19 @@ class Desk:
         found, self._ended = self._ended, []
         return found
 
-    async def _draw(self, asked: Asked) -> None:
-        try:
-            found: Completion | StropError = await self._sampler.sample(asked.prompt, asked.params)
-        except StropError as error:
+    def _note(self, number: int, drawing: asyncio.Task[Completion]) -> None:
+        """Put in the tray what became of a request. Whatever went wrong must reach who waits for it."""
+        self._running.pop(number, None)
+        if drawing.cancelled():
+            return
+        error = drawing.exception()
+        if error is None:
+            found: Completion | StropError = drawing.result()
+        elif isinstance(error, StropError):
             found = error
-        except Exception:  # it must reach who waits for it: there is nobody here to raise it to
-            found = RolloutError(f"a sampler failed:\n{traceback.format_exc()}")
-        self._running.pop(asked.number, None)
-        self._ended.append(Ended(asked.number, found))
+        else:
+            found = RolloutError(f"a sampler failed:\n{''.join(traceback.format_exception(error))}")
+        self._ended.append(Ended(number, found))
         self._change.set()
 
 

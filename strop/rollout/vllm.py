@@ -25,7 +25,7 @@ from strop.config.vllm import VllmConfig
 from strop.errors import EngineError, RolloutError, StropError
 from strop.models.attention import PackedAttention
 from strop.models.experts import Form
-from strop.models.saved import export_weights
+from strop.models.saved import export_weights, import_weights
 from strop.ops.logprobs import Head, HeadImpl, score_targets
 from strop.rollout.delta import delta_of
 from strop.rollout.transfer import BUCKET_BYTES
@@ -248,7 +248,7 @@ class VllmSampler:
 
     def _fitting(self, weights: Iterable[tuple[str, Tensor]], missing: set[str]) -> Iterator[tuple[str, Tensor]]:
         """Those of the model, each once; they leave `missing`."""
-        for name, tensor in weights:
+        for name, tensor in weights if self._module is None else import_weights(self._module, weights):
             if name not in self._shapes:
                 raise EngineError(f"these weights are not the sampler's model: unknown {name}")
             shape, dtype = self._shapes[name]

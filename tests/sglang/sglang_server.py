@@ -236,9 +236,10 @@ class StandIn:
         return {"success": not busy, "message": said, "num_paused_requests": 0}
 
     def _read(self, folder: Path) -> Json:
-        module, told = AutoModelForCausalLM.from_pretrained(
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
             folder, dtype=self.model.dtype, attn_implementation=NAME, output_loading_info=True, local_files_only=True
         )
+        module, told = loaded
         if strange := [*told["missing_keys"], *told["unexpected_keys"], *told["mismatched_keys"]]:
             raise ValueError(f"not the model's weights: {strange}")
         return dict(prepare(module, self.model.impl).state())

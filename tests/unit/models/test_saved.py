@@ -20,6 +20,7 @@ from strop.errors import EngineError
 from strop.models.experts import Form
 from strop.models.saved import export_weights, import_weights
 from strop.rollout.builtin.sampler import BuiltinSampler
+from strop.rollout.folder import Policy
 from strop.types import Prompt, SamplingParams
 from strop.weights.publish import publish
 from tests.tiny_models import COMMON, EXPERT_MODELS, EXPERTS, FAMILIES, tiny_model
@@ -124,3 +125,15 @@ def test_other_families_are_saved_as_transformers_saves_them(tmp_path: Path) -> 
         )
     own = dict(export_weights(module, module.state_dict().items(), Form.PACKED))
     assert same(own, module.state_dict()) and same(dict(import_weights(module, own.items())), own)
+
+
+@pytest.mark.parametrize("form", [Form.PACKED, Form.SAVED])
+@pytest.mark.parametrize("family", [*EXPERT_MODELS, "llama"])
+def test_a_sampler_of_another_library_reads_what_transformers_saves(family: str, form: Form, tmp_path: Path) -> None:
+    """A version as a folder, published from an engine or given as a checkpoint has it."""
+    model = tiny_model(family, seed=1)
+    given = Fsdp2Engine(model, EngineConfig()).weights(form)
+    asyncio.run(Policy.of(tiny_model(family)).write(given, tmp_path / "v1", shard_bytes=20_000))
+    found = [load_file(file) for file in sorted((tmp_path / "v1").glob("*.safetensors"))]
+    assert len(found) > 2
+    assert same({name: t for shard in found for name, t in shard.items()}, saved(model.module, tmp_path / "theirs"))

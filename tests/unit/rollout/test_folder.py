@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -23,9 +24,10 @@ def test_what_is_written_is_read_back_by_transformers(tmp_path: Path, family: st
     model = tiny_model(family, seed=3)
     policy = Policy.of(tiny_model(family, seed=4))
     asyncio.run(policy.write(model.state(), tmp_path / "v0"))
-    module, told = AutoModelForCausalLM.from_pretrained(
+    loaded: Any = AutoModelForCausalLM.from_pretrained(
         tmp_path / "v0", attn_implementation=NAME, output_loading_info=True
     )
+    module, told = loaded
     assert not [key for kind in ("missing_keys", "unexpected_keys", "mismatched_keys") for key in told[kind]]
     read = module.state_dict()
     for name, tensor in model.state():

@@ -64,7 +64,8 @@ def serve(**config: Any) -> Iterator[tuple[StandIn, SglangSampler]]:
 
 
 def start(server: StandIn, **config: Any) -> SglangSampler:
-    settings = SglangConfig(address=server.address, **{"start_timeout_s": 5.0, **config})
+    given: dict[str, Any] = {"start_timeout_s": 5.0, **config}
+    settings = SglangConfig(address=server.address, **given)
     return SglangSampler.start(tiny_model("qwen3"), settings, max_running=6, decode=decode)
 
 
@@ -454,7 +455,7 @@ def test_weights_go_where_the_recipe_says_and_can_be_read_by_others(tmp_path: Pa
         ({"address": "http://gpu:1/v1"}, "is not HOST:PORT"),
     ],
 )
-def test_addresses_are_checked_before_anything_is_asked(config: dict[str, str], words: str | None) -> None:
+def test_addresses_are_checked_before_anything_is_asked(config: dict[str, Any], words: str | None) -> None:
     problems = SglangConfig(**config).problems()
     assert problems == [] if words is None else [words in problem for problem in problems] == [True]
 

@@ -19,6 +19,8 @@ from safetensors.torch import load_file
 from strop.config.loader import read_recipe
 from strop.config.vllm import VllmConfig
 from strop.errors import ConfigError, EngineError, RolloutError
+from strop.models.experts import Form
+from strop.models.saved import export_weights
 from strop.rollout.router import Router, SamplerLost
 from strop.rollout.vllm import VllmSampler, _ties
 from strop.rollout.vllm_host.arriving import Arriving, WeightsRefused
@@ -284,9 +286,11 @@ def test_a_tied_head_and_experts_go_as_checkpoints_hold_them(tmp_path: Path) -> 
         fake, sampler = FakeHost(theirs, tmp_path), over(Link(ours, None))
         sampler._shapes = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in model.state()}
         sampler._module, sampler._ties = model.module, _ties(model.module)
-        asyncio.run(sampler.load_weights(model.state(), 1))
-        assert len(fake.loaded) == count
-        assert some in fake.loaded
+        for weights in (model.state(), export_weights(model.module, model.state(), Form.SAVED)):
+            fake.loaded.clear()
+            asyncio.run(sampler.load_weights(weights, 1))
+            assert len(fake.loaded) == count
+            assert some in fake.loaded
         sampler.close()
         if family == "llama":
             assert torch.equal(fake.loaded["lm_head.weight"], fake.loaded["model.embed_tokens.weight"])

@@ -36,9 +36,10 @@ def test_the_sampler_gets_the_engines_weights_and_the_engine_keeps_its_own() -> 
 
 def test_what_was_cached_before_an_update_is_not_used_after_it() -> None:
     """E14: a prompt that was drawn from before is drawn from as by a sampler that never had the old weights."""
-    engine = build_engine(EngineConfig(), tiny_model("qwen3"))
+    model = tiny_model("qwen3")
+    engine = build_engine(EngineConfig(), model)
     with torch.no_grad():
-        for _, tensor in engine.model.state():
+        for _, tensor in model.state():
             tensor.mul_(1.1)
     used, fresh = (
         build_sampler(SamplerConfig(max_running=4, cache_tokens=4096), tiny_model("qwen3"), str) for _ in "ab"
