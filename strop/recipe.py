@@ -36,6 +36,7 @@ def train(recipe: Recipe, recipe_path: Path, *, resume: bool) -> int:
     console = Console()
     gc.set_threshold(*COLLECT)
     for left in range(recipe.run.restarts, -1, -1):
+        gc.collect()  # actors of a run that was lost end when nobody holds them, and leave room for new ones
         try:
             asyncio.run(_train(recipe, recipe_path, console, resume=resume))
         except RankError as error:

@@ -163,9 +163,10 @@ class SamplerConfig(Section):
     actors: NonNegative = 0
     """Samplers in processes of their own, as actors of the Ray cluster at engine.runtime.address; 0 draws in this
     process."""
-    publish: Literal["full", "delta"] = "full"
-    """What actors, or vLLM, are sent when weights change: all of them, or what changed in each, in the format of
-    `dtype`, where that is less; for `delta` the trainer and every receiver keep a copy to compare with."""
+    publish: Literal["full", "delta", "broadcast", "disk"] = "full"
+    """How actors, or vLLM, get new weights, in the format of `dtype`: `full` sends all of them; `delta` what changed in
+    each, where that is less, and the trainer and every receiver keep a copy to compare with. For actors alone:
+    `broadcast` sends them to all at once, over gloo; `disk` is a folder in run.folder, which every machine must see."""
     max_running: Positive = 256
     """Requests decoded together; at an sglang server at once, which has its own --max-running-requests."""
     cache_tokens: Positive = 65_536
@@ -368,10 +369,11 @@ class Recipe(Section):
             problems.extend(self._spread_adapter_conflicts())
         if self.sampler.actors and (self.engine.adapter.rank or self.reward_model is not None):
             problems.append("sampler.actors hold whole models that speak: set it to 0 for adapters and reward models")
-        if self.sampler.publish == "delta" and not self.sampler.actors and self.sampler.kind != "vllm":
+        publish = self.sampler.publish
+        if publish != "full" and not self.sampler.actors and (publish, self.sampler.kind) != ("delta", "vllm"):
             problems.append(
-                "sampler.publish is delta, but a sampler in this process copies the weights: set it to full, or set "
-                "sampler.actors"
+                f"sampler.publish is {publish}, which is for sampler.actors, and there are none: set it to full, or "
+                "set sampler.actors"
             )
         if self.sampler.kind == "vllm":
             problems.extend(self._vllm_conflicts())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +14,7 @@ from strop.types import Completion, Float32s, Prompt, SamplingParams
 
 try:
     import ray
-    from ray.exceptions import RayActorError, RayTaskError
+    from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
 except ImportError as error:
     raise ConfigError("sampler.actors are Ray's, which is not installed: pip install 'strop[ray]'") from error
 
@@ -23,24 +24,29 @@ if TYPE_CHECKING:
 MakeSampler = Callable[[], Sampler]
 
 
-class _Host:
-    """Inside the actor: a sampler, and the weights that are arriving."""
+def address_here() -> str:
+    """Of this process's machine, as others of the cluster reach it."""
+    return str(ray.util.get_node_ip_address())
+
+
+class Host:
+    """Inside the actor: a sampler, and the weights that are arriving. Other ways for weights are classes over it."""
 
     def __init__(self, make: MakeSampler, keeps: bool) -> None:
         import torch
 
         torch.set_num_threads(1)
-        self._sampler = make()
+        self.sampler = make()
         self._inbox = Inbox(keeps=keeps)
 
     async def facts(self) -> tuple[int, bool]:
-        return self._sampler.version, self._sampler.serves_adapter
+        return self.sampler.version, self.sampler.serves_adapter
 
     async def sample(self, prompt: Prompt, params: SamplingParams) -> Completion:
-        return await self._sampler.sample(prompt, params)
+        return await self.sampler.sample(prompt, params)
 
     async def score(self, prompt: Prompt) -> Float32s:
-        return await self._sampler.score(prompt)
+        return await self.sampler.score(prompt)
 
     async def begin(self, version: int, base: int | None) -> bool:
         return self._inbox.begin(version, base)
@@ -51,34 +57,56 @@ class _Host:
 
     async def end(self, count: int, serial: int) -> None:
         version, weights = self._inbox.end(count)
-        await self._sampler.load_weights(iter(weights.items()), version)
+        await self.sampler.load_weights(iter(weights.items()), version)
         self._inbox.used(serial, weights)
 
     async def sleep(self) -> None:
-        await self._sampler.sleep()
+        await self.sampler.sleep()
 
     async def wake(self) -> None:
-        await self._sampler.wake()
+        await self.sampler.wake()
 
 
 class RaySampler:
-    """A `Sampler` in an actor. What goes wrong with a request is raised as it was; an actor that is gone is
-    SamplerLost."""
+    """A `Sampler` in an actor. What goes wrong with a request is raised as it was; an actor that is gone, or takes no
+    weights within `timeout_s`, is SamplerLost.
 
-    def __init__(self, make: MakeSampler, *, cpus: float = 1.0, gpus: float = 0.0, deltas: bool = False) -> None:
-        options = ray.remote(_Host).options(num_cpus=cpus, num_gpus=gpus or None, max_concurrency=100_000)
-        self._actor: Any = options.remote(make, deltas)
-        self._version, self.serves_adapter = ray.get(self._actor.facts.remote())
+    RolloutError when the actor does not start, or not in that time.
+    """
+
+    HOST: type[Host] = Host
+
+    def __init__(
+        self,
+        make: MakeSampler,
+        *,
+        cpus: float = 1.0,
+        gpus: float = 0.0,
+        deltas: bool = False,
+        timeout_s: float | None = None,
+    ) -> None:
+        options = ray.remote(self.HOST).options(num_cpus=cpus, num_gpus=gpus or None, max_concurrency=100_000)
+        self.actor: Any = options.remote(make, deltas)
+        self._timeout_s = timeout_s
+        try:
+            self._version, self.serves_adapter = ray.get(self.actor.facts.remote(), timeout=timeout_s)
+        except GetTimeoutError as error:
+            raise RolloutError(
+                f"a sampler's actor did not start within {timeout_s:g} s; the Ray cluster has {ray.cluster_resources()}"
+                f", of which the actor needs {cpus:g} CPU: lower sampler.actors or engine.runtime.cpus_per_rank"
+            ) from error
+        except RayActorError as error:
+            raise RolloutError(f"a sampler's actor did not start: {error}") from error
 
     @property
     def version(self) -> int:
         return self._version
 
     async def sample(self, prompt: Prompt, params: SamplingParams) -> Completion:
-        return await self._ask(self._actor.sample.remote(prompt, params))
+        return await self._ask(self.actor.sample.remote(prompt, params))
 
     async def score(self, prompt: Prompt) -> Float32s:
-        return await self._ask(self._actor.score.remote(prompt))
+        return await self._ask(self.actor.score.remote(prompt))
 
     async def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
         """What changed since the shipment before, where the actor has that one; else all of it."""
@@ -91,21 +119,33 @@ class RaySampler:
         self._version = version
 
     async def _announce(self, version: int, base: int | None) -> bool:
-        return await self._ask(self._actor.begin.remote(version, base))
+        return await self.in_time(self.actor.begin.remote(version, base))
 
     async def _send(self, buckets: Iterable[Bucket], shipment: Shipment) -> None:
         for bucket in buckets:
-            await self._ask(self._actor.put.remote(bucket))
-        await self._ask(self._actor.end.remote(len(shipment), shipment.serial))
+            await self.in_time(self.actor.put.remote(bucket))
+        await self.in_time(self.actor.end.remote(len(shipment), shipment.serial))
 
     async def sleep(self) -> None:
-        await self._ask(self._actor.sleep.remote())
+        await self._ask(self.actor.sleep.remote())
 
     async def wake(self) -> None:
-        await self._ask(self._actor.wake.remote())
+        await self._ask(self.actor.wake.remote())
 
     def close(self) -> None:
-        ray.kill(self._actor)
+        ray.kill(self.actor)
+
+    def serves(self, version: int) -> None:
+        """Note that the actor has this version now, however it came."""
+        self._version = version
+
+    async def in_time(self, asked: Any) -> Any:
+        """What the actor answers to a call about weights. SamplerLost, and it is killed, when that takes too long."""
+        try:
+            return await asyncio.wait_for(self._ask(asked), self._timeout_s)
+        except TimeoutError as error:
+            self.close()
+            raise SamplerLost(f"its actor took no weights within {self._timeout_s:g} s, and was killed") from error
 
     async def _ask(self, asked: Any) -> Any:
         try:

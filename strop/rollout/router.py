@@ -10,7 +10,7 @@ import asyncio
 import heapq
 import logging
 from collections.abc import Callable, Coroutine, Iterable, Sequence
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from strop.errors import RolloutError
 from strop.rollout.base import Sampler
@@ -31,14 +31,30 @@ class SamplerLost(RolloutError):
     """A sampler is gone: not the request's fault, and another sampler can draw it."""
 
 
-class Router:
-    """A `Sampler` over others that serve the same policy."""
+class Courier(Protocol):
+    """Takes versions to all samplers of a router together, where each alone would be more work."""
 
-    def __init__(self, samplers: Sequence[Sampler], outbox: Outbox | None = None) -> None:
+    async def deliver(
+        self, weights: Iterable[tuple[str, Tensor]], version: int, among: Sequence[int]
+    ) -> dict[int, SamplerLost]:
+        """Have these samplers, by index, serve a version, whole. Those that were lost meanwhile, and why.
+
+        What else goes wrong is raised; then each sampler serves this version or what it did before.
+        """
+        ...
+
+
+class Router:
+    """A `Sampler` over others that serve the same policy. Weights go by `courier`, else to each as `outbox` ships."""
+
+    def __init__(
+        self, samplers: Sequence[Sampler], outbox: Outbox | None = None, courier: Courier | None = None
+    ) -> None:
         if not samplers:
             raise RolloutError("a router needs at least one sampler")
         self._samplers = list(samplers)
         self._outbox = Outbox() if outbox is None else outbox
+        self._courier = courier
         self._load = [0] * len(samplers)
         self._idlest = [(0, i) for i in range(len(samplers))]
         """A heap of (load, sampler) with every sampler's load as it is, and loads that it had before."""
@@ -66,8 +82,13 @@ class Router:
 
     async def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
         """Every sampler takes them; one that is lost meanwhile is left out, and no other serves two versions."""
-        shipment = self._outbox.ship(weights)
         self._homes.clear()  # caches do not outlive an update
+        if self._courier is not None:
+            for i, error in (await self._courier.deliver(weights, version, self._alive())).items():
+                self._lose(i, error)
+            self._alive()
+            return
+        shipment = self._outbox.ship(weights)
         await self._everywhere(lambda sampler: sampler.load_weights(shipment, version))
 
     async def sleep(self) -> None:

@@ -153,14 +153,16 @@ class Outbox:
 
     def ship(self, weights: Iterable[tuple[str, Tensor]]) -> Shipment:
         self._serial += 1
-        shipment = Shipment(self._cast(weights), self._serial, self._last)
+        shipment = Shipment(cast(weights, self._dtype), self._serial, self._last)
         if self._deltas:
             self._last = {name: tensor.detach().cpu().clone() for name, tensor in shipment}
         return shipment
 
-    def _cast(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        for name, tensor in weights:
-            yield name, tensor.to(self._dtype) if self._dtype is not None and tensor.is_floating_point() else tensor
+
+def cast(weights: Iterable[tuple[str, Tensor]], dtype: torch.dtype | None) -> Iterator[tuple[str, Tensor]]:
+    """Floating-point weights in the format of who receives them; None: as they are."""
+    for name, tensor in weights:
+        yield name, tensor.to(dtype) if dtype is not None and tensor.is_floating_point() else tensor
 
 
 class Incoming:

@@ -11,6 +11,7 @@ import asyncio
 import logging
 import socket
 import traceback
+import weakref
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
@@ -105,6 +106,7 @@ class RayRanks:
                 scheduling_strategy=PlacementGroupSchedulingStrategy(self._group, rank),
             )
             self._actors.append(options.remote(rank, len(make_engines)))
+        self._end = weakref.finalize(self, _end, self._actors, self._group)  # nobody holds it: make room
         place = self._get([self._actors[0].meeting_place.remote()], "meeting_place")[0]
         started = [
             actor.start.remote(place, make, config.timeout_s)
@@ -158,7 +160,13 @@ class RayRanks:
     def _stop(self, why: str) -> RankError:
         if self._broken is None:
             self._broken = why
-            for actor in self._actors:
-                ray.kill(actor)
-            remove_placement_group(self._group)
+            self._end()
         return RankError(why)
+
+
+def _end(actors: list[Any], group: Any) -> None:
+    """Kill a group of ranks, and give back what was reserved for it."""
+    if ray.is_initialized():
+        for actor in actors:
+            ray.kill(actor)
+        remove_placement_group(group)

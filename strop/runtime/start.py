@@ -21,10 +21,13 @@ from strop.models.tokenizer import decode_with, load_tokenizer
 from strop.models.twin import empty_twin, everything, facts_of
 from strop.rollout.base import Sampler
 from strop.rollout.build import build_sampler
+from strop.rollout.router import Router
 from strop.rollout.transfer import Outbox
 from strop.runtime.processes import ProcessRanks
 from strop.runtime.ranks import Ranks
 from strop.runtime.remote_engine import RemoteEngine
+from strop.weights.broadcast import Broadcast
+from strop.weights.disk import Disk
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,16 +87,30 @@ def host_sampler(recipe: Recipe) -> Sampler:
 
 
 def start_samplers(recipe: Recipe) -> Sampler:
-    """As many samplers as `sampler.actors` says, behind one router."""
+    """As many samplers as `sampler.actors` says, behind one router, and weights on the way that `sampler.publish` says.
+
+    Raises RolloutError when one does not start in time.
+    """
     from strop.rollout.ray import RaySampler
-    from strop.rollout.router import Router
     from strop.runtime.ray import connect
+    from strop.weights.actors import ListeningSampler, ReadingSampler
 
     connect(recipe.engine.runtime)
-    cpus, deltas = recipe.engine.runtime.cpus_per_rank, recipe.sampler.publish == "delta"
-    make = partial(host_sampler, recipe)
-    samplers = [RaySampler(make, cpus=cpus, deltas=deltas) for _ in range(recipe.sampler.actors)]
-    return Router(samplers, Outbox(deltas=deltas, dtype=DTYPES[recipe.sampler.model(recipe.model).dtype]))
+    cpus, timeout_s = recipe.engine.runtime.cpus_per_rank, recipe.engine.runtime.timeout_s
+    make, many = partial(host_sampler, recipe), range(recipe.sampler.actors)
+    dtype = DTYPES[recipe.sampler.model(recipe.model).dtype]
+    match recipe.sampler.publish:
+        case "broadcast":
+            listening = [ListeningSampler(make, cpus=cpus, timeout_s=timeout_s) for _ in many]
+            return Router(listening, courier=Broadcast(listening, timeout_s=timeout_s, dtype=dtype))
+        case "disk":
+            reading = [ReadingSampler(make, cpus=cpus, timeout_s=timeout_s) for _ in many]
+            folder = Path(recipe.run.folder).resolve() / "weights"
+            return Router(reading, courier=Disk(reading, folder, dtype))
+        case "full" | "delta" as kind:
+            deltas = kind == "delta"
+            samplers = [RaySampler(make, cpus=cpus, deltas=deltas, timeout_s=timeout_s) for _ in many]
+            return Router(samplers, Outbox(deltas=deltas, dtype=dtype))
 
 
 def start_engine(config: EngineConfig, of: RankModel, *, trainable: bool = True) -> RemoteEngine:

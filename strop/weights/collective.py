@@ -8,8 +8,10 @@ wrong: an error is kept until the end, where all learn of it and nobody serves t
 
 from __future__ import annotations
 
+import asyncio
 import json
-from collections.abc import Iterable
+from collections.abc import Generator, Iterable
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from itertools import accumulate, pairwise
 from typing import Any
@@ -29,6 +31,14 @@ _ALIGNED = 16  # bytes: where a tensor may begin in a bucket
 Group = dist.ProcessGroup
 
 
+class Broken(EngineError):
+    """A rank of the group is gone, or silent for longer than the group waits. The group is of no more use."""
+
+
+class NotServed(EngineError):
+    """A version came through, and is not served everywhere: the receivers say why. The group is in order."""
+
+
 class Sender:
     """Rank 0 of `group`; `device` is where the group's backend takes tensors from."""
 
@@ -38,7 +48,8 @@ class Sender:
 
     def send(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
         """Give every receiver these weights, and wait until all serve them. One bucket is on its way while the next is
-        made. Raises EngineError when a receiver does not have all of it, or cannot use it; what `weights` raises too.
+        made. Raises NotServed when a receiver does not have all of it, or cannot use it, Broken when the group is; what
+        `weights` raises too.
         """
         count, error = 0, None
         self._wire.announce({"version": version})
@@ -51,6 +62,8 @@ class Sender:
                 self._wire.announce({"entries": [asdict(entry) for entry in entries]})
                 self._wire.start(pieces)
                 count += len(bucket)
+        except Broken:
+            raise
         except (StropError, RuntimeError, ValueError) as raised:
             error = raised
         self._wire.wait()
@@ -59,9 +72,13 @@ class Sender:
         if error is not None:
             raise error
         if not arrived:
-            raise EngineError(f"version {version} did not arrive whole at every sampler: see what they raised")
+            raise NotServed(f"version {version} did not arrive whole at every sampler: see what they raised")
         if not self._wire.agree(True):
-            raise EngineError(f"version {version} arrived, and not every sampler could load it: see what they raised")
+            raise NotServed(f"version {version} arrived, and not every sampler could load it: see what they raised")
+
+    def close(self) -> None:
+        """Hang up. Receivers that wait learn of it at once."""
+        self._wire.close()
 
     def _buckets(self, weights: Iterable[tuple[str, Tensor]]) -> Iterable[list[tuple[str, Tensor]]]:
         bucket: list[tuple[str, Tensor]] = []
@@ -93,15 +110,16 @@ class Receiver:
         self._buffers: list[Tensor] = []
 
     async def load(self, sampler: Sampler) -> None:
-        """Receive a version and have the sampler serve it. Raises what went wrong, here or elsewhere; then the sampler
-        serves what it did before."""
-        arrived = self.receive()
+        """Receive a version and have the sampler serve it; it goes on drawing until all of it is here. Raises what went
+        wrong, here or elsewhere: then the sampler serves what it did before, or the new version where that came whole
+        everywhere and another rank was lost or could not load it."""
+        arrived = await asyncio.to_thread(self.receive)
         error: StropError | None = None
         try:
             await sampler.load_weights(iter(arrived.weights.items()), arrived.version)
         except StropError as raised:
             error = raised
-        self._wire.agree(error is None)
+        await asyncio.to_thread(self._wire.agree, error is None)
         if error is not None:
             raise error
 
@@ -134,6 +152,10 @@ class Receiver:
             raise EngineError(f"version {version} is whole here and not everywhere: it is not served")
         return Arrived(version, weights)
 
+    def close(self) -> None:
+        """Hang up. The others learn of it at once."""
+        self._wire.close()
+
     def _buffer(self, index: int, size: int) -> Tensor:
         """One for each bucket of a version, used again for the next version: memory that is new is slow."""
         if index == len(self._buffers):
@@ -147,8 +169,19 @@ class _Wire:
     """Exchanges of a group, in one order on all ranks. Rank 0 speaks."""
 
     def __init__(self, group: Group, device: torch.device) -> None:
-        self._group, self.device = group, device
+        self._open: Group | None = group
+        self.device = device
         self._flying: list[tuple[dist.Work, Tensor]] = []
+
+    @property
+    def _group(self) -> Group:
+        if self._open is None:
+            raise Broken("the group of the broadcast was left")
+        return self._open
+
+    def close(self) -> None:
+        """Connections are closed when nobody holds the group any more; a traceback may hold this object for long."""
+        self._open, self._flying = None, []
 
     def announce(self, message: dict[str, Any]) -> None:
         data = torch.frombuffer(bytearray(json.dumps(message).encode()), dtype=torch.uint8).to(self.device)
@@ -166,14 +199,14 @@ class _Wire:
         """Begin to exchange bytes; they are not touched before `wait`."""
         for data in pieces:
             if data.numel():
-                work = dist.broadcast(data, group=self._group, group_src=0, async_op=True)
-                assert work is not None
-                self._flying.append((work, data))
+                with _naming():
+                    self._flying.append((self._group.broadcast(data, 0), data))
 
     def wait(self) -> None:
         """Until what was begun is done, and not only enqueued: then buffers may be used again."""
-        for work, _ in self._flying:
-            work.wait()
+        with _naming():
+            for work, _ in self._flying:
+                work.wait()
         if self._flying and self.device.type == "cuda":  # a wait of NCCL's only orders streams
             torch.cuda.current_stream(self.device).synchronize()
         self._flying = []
@@ -181,11 +214,21 @@ class _Wire:
     def agree(self, fine: bool) -> bool:
         """Whether all say so."""
         said = torch.tensor([int(fine)], device=self.device)
-        dist.all_reduce(said, dist.ReduceOp.MIN, group=self._group)
+        with _naming():
+            self._group.allreduce(said, dist.ReduceOp.MIN).wait()
         return bool(said.item())
 
     def _broadcast(self, data: Tensor) -> None:
-        dist.broadcast(data, group=self._group, group_src=0)
+        with _naming():
+            self._group.broadcast(data, 0).wait()
+
+
+@contextmanager
+def _naming() -> Generator[None]:
+    try:
+        yield
+    except RuntimeError as error:
+        raise Broken(f"the broadcast of weights broke: {str(error).splitlines()[0]}") from error
 
 
 def _take(incoming: Incoming, bucket: list[tuple[Entry, Tensor]]) -> EngineError | None:

@@ -1,11 +1,14 @@
 """Move a policy's weights from where they are trained to where samples are drawn.
 
 How they travel is the sampler's business, since it knows where it is: one in this process copies them, actors behind a
-router are sent buckets or what changed, and both check everything before they serve any of it. `collective` is one
-broadcast to many processes that share a process group with the trainer.
+router are sent buckets or what changed, get a broadcast, or read a folder. All check everything before they serve it.
 """
 
 from __future__ import annotations
+
+from collections.abc import Iterator
+
+from torch import Tensor
 
 from strop.engines.base import Engine
 from strop.rollout.base import Sampler
@@ -16,5 +19,14 @@ async def publish(engine: Engine, sampler: Sampler, version: int) -> None:
 
     Nothing may train the engine meanwhile: the sampler is lent its weights, and keeps copies.
     """
-    weights = engine.adapter_weights() if sampler.serves_adapter else engine.lend_weights()
-    await sampler.load_weights(weights, version)
+    await sampler.load_weights(_Lent(engine, sampler.serves_adapter), version)
+
+
+class _Lent:
+    """An engine's weights, or its adapter's, to be read as often as it takes: a transport may have to begin again."""
+
+    def __init__(self, engine: Engine, adapter: bool) -> None:
+        self._engine, self._adapter = engine, adapter
+
+    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+        return iter(self._engine.adapter_weights() if self._adapter else self._engine.lend_weights())

@@ -157,7 +157,7 @@ def test_requests_of_a_killed_sampler_are_drawn_elsewhere() -> None:
     async def work() -> None:
         asked = [asyncio.ensure_future(router.sample(prompt, SamplingParams(max_tokens=60, seed=s))) for s in range(24)]
         await asyncio.sleep(0.05)
-        ray.kill(samplers[0]._actor)
+        ray.kill(samplers[0].actor)
         drawn = await asyncio.gather(*asked)
         assert list(router.lost) == [0]
         for s, completion in enumerate(drawn):
