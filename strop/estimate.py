@@ -66,6 +66,7 @@ class Shape:
     rms_norms: bool  # of the kind that the native kernels take over, with what is around them
     linear: Linear | None = None
     adapter: int = 0  # numbers in the matrices of an adapter; 0: the whole model is trained
+    stacked: int = 0  # parameters of experts, of all layers together
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,7 +123,7 @@ def machine() -> float:
     return psutil.virtual_memory().total / MIB
 
 
-def shape_of(config: PretrainedConfig, parameters: int, matrices: int, adapter: int = 0) -> Shape:
+def shape_of(config: PretrainedConfig, parameters: int, matrices: int, adapter: int = 0, stacked: int = 0) -> Shape:
     """Sizes from a transformers configuration; families leave some of them out."""
     text = config.get_text_config()
     heads, hidden = int(text.num_attention_heads), int(text.hidden_size)
@@ -145,6 +146,7 @@ def shape_of(config: PretrainedConfig, parameters: int, matrices: int, adapter: 
         rms_norms=_value(text, "rms_norm_eps") is not None,
         linear=_linear(text),
         adapter=adapter,
+        stacked=stacked,
     )
 
 
@@ -224,8 +226,8 @@ def memory(
 
         weights, gradients, optimizer, reference    a share: 1 / (data sequence); of hidden matrices that `tensor` cuts
                       1 / tensor of that. Replicas divide nothing
-        gathered      the embeddings and the output matrix, and two layers, whole while they are computed, and as much
-                      again for their gradients
+        gathered      the embeddings and the output matrix, and two layers, whole while they are computed (of what
+                      `experts` deals 1 / ranks), and as much again for their gradients
         activations, logits    T / sequence tokens
 
     The trainer's and the sampler's logits never exist at once: the larger counts. The interpreter and its libraries add
@@ -263,7 +265,8 @@ def _spread(shape: Shape, parallel: ParallelConfig) -> tuple[float, float]:
     cut = 0 if shape.experts or shape.linear else shape.matrices  # those stay whole on each tensor rank
     kept = (shape.parameters - cut + cut / parallel.tensor) / shape.parameters
     ends = min(shape.parameters, 2 * shape.vocabulary * shape.hidden)
-    layers = kept * max(shape.parameters - ends, 0) / shape.layers
+    away = shape.stacked * (1 - 1 / parallel.expert_ranks)
+    layers = kept * max(shape.parameters - ends - away, 0) / shape.layers
     return kept / (parallel.data * parallel.sequence), ends + 2 * layers
 
 

@@ -28,7 +28,7 @@ from strop.data.pairs import Fit, pack_alone, preference_of
 from strop.data.tasks import Task, load_tasks
 from strop.data.teaching import teacher_weights
 from strop.engines.base import Capabilities
-from strop.engines.build import build_engine, standing_values
+from strop.engines.build import build_engine, check_parallel, standing_values
 from strop.envs.build import make_env
 from strop.errors import ConfigError
 from strop.loops.schedule import optim_params
@@ -177,12 +177,15 @@ def _measure(module: PreTrainedModel, adapter: AdapterConfig) -> estimate.Shape:
     ends = {*module.get_input_embeddings().parameters(), *_parameters(module.get_output_embeddings())}
     sizes = {parameter: parameter.numel() for parameter in module.parameters()}
     matrices = sum(size for parameter, size in sizes.items() if parameter.ndim == 2 and parameter not in ends)
+    stacked = sum(parameter.numel() for name, parameter in module.named_parameters() if "experts" in name.split("."))
     added = 0
     if adapter.rank:
         from strop.models.lora import count_matrices
 
         added = count_matrices(module, adapter)
-    return estimate.shape_of(module.config, parameters=sum(sizes.values()), matrices=matrices, adapter=added)
+    return estimate.shape_of(
+        module.config, parameters=sum(sizes.values()), matrices=matrices, adapter=added, stacked=stacked
+    )
 
 
 def _parameters(head: torch.nn.Module | None) -> list[torch.nn.Parameter]:
@@ -335,6 +338,8 @@ def _check_other(key: str, model: ModelConfig, recipe: Recipe, facts: Facts, may
     """What is known of another model of the recipe, which must speak of the same tokens."""
     own = Facts()  # it reads tokens that the first one's renderer made
     _check_model(recipe.model_copy(update={"model": model, "renderer": RendererConfig(kind="plain")}), own, may_fetch)
+    if (module := own.skeleton) is not None:
+        own.attempt(lambda: check_parallel(recipe.engine.parallel, module))
     facts.problems += [f"{key}: {problem}" for problem in own.problems]
     facts.notes += [f"{key}: {note}" for note in own.notes]
     ours, theirs = facts.tokenizer, own.tokenizer

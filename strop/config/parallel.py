@@ -27,8 +27,16 @@ class RuntimeConfig(Section):
     """Stop when a rank has not answered a call for so long."""
 
 
+class ExpertsConfig(Section):
+    """Experts of every layer, shared by ranks of data and sequence; tokens travel to their experts and back."""
+
+    ranks: Positive = 1
+    """Ranks that share them: as many neighbours, each with its part; no ranks beside those of data and sequence."""
+
+
 class ParallelConfig(Section):
-    """Ranks, processes with a device each, that hold one model together: as many as all of these multiplied."""
+    """Ranks, processes with a device each, that hold one model together: data, replicas, sequence and tensor
+    multiplied."""
 
     data: Positive = 1
     """Shards of the weights; each shard's ranks work on batches of their own (FSDP2)."""
@@ -40,6 +48,8 @@ class ParallelConfig(Section):
 
     tensor: Positive = 1
     """Ranks that share the heads of attention and the inner channels of dense feed-forward parts."""
+    experts: ExpertsConfig | None = None
+    """For mixtures of experts: how theirs are dealt to ranks; null leaves all of a layer's on each that computes it."""
 
     compute: Literal["model", "bfloat16"] = "model"
     """Arithmetic of layers over ranks: the model's own dtype, or bfloat16 over weights, gradient sums and moments that
@@ -48,6 +58,16 @@ class ParallelConfig(Section):
     @property
     def ranks(self) -> int:
         return self.lanes * self.lane
+
+    @property
+    def shards(self) -> int:
+        """Ranks among which the weights are cut, each with tokens of its own."""
+        return self.data * self.sequence
+
+    @property
+    def expert_ranks(self) -> int:
+        """Ranks that share the experts of a layer."""
+        return 1 if self.experts is None else self.experts.ranks
 
     @property
     def lanes(self) -> int:

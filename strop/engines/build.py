@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from torch import nn
+
+from strop.config.parallel import ParallelConfig
 from strop.config.recipe import EngineConfig
 from strop.engines.base import Engine
 from strop.engines.hyper import Standing
@@ -13,6 +16,13 @@ def build_engine(config: EngineConfig, model: LanguageModel, *, trainable: bool 
     from strop.engines.fsdp2.engine import Fsdp2Engine
 
     return Fsdp2Engine(model, config, trainable=trainable)
+
+
+def check_parallel(config: ParallelConfig, module: nn.Module) -> None:
+    """ConfigError when a model, which needs no weights, cannot be spread over ranks like this."""
+    from strop.engines.fsdp2.expert_parallel import check_experts
+
+    check_experts(module, config)
 
 
 def standing_values(config: EngineConfig, model: LanguageModel) -> Standing:

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
+from torch import Tensor
 
 from strop.config.parallel import ParallelConfig
 from strop.config.recipe import EngineConfig
 from strop.engines.base import Engine
 from strop.engines.build import build_engine
+from strop.engines.fsdp2.engine import Fsdp2Engine
+from strop.models.shards import full
 from strop.ops.select import Impl
 from tests.tiny_models import tiny_model
 
@@ -19,6 +24,23 @@ def tiny_rank(family: str, dtype: torch.dtype, config: EngineConfig, trainable: 
 
 def spread(data: int = 1, replicas: int = 1, sequence: int = 1) -> ParallelConfig:
     return ParallelConfig(data=data, replicas=replicas, sequence=sequence)
+
+
+GRADIENT = "gradient of "
+
+
+class OpenEngine(Fsdp2Engine):
+    """Gives what has accumulated too, to the last bit, beside the weights."""
+
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        yield from super().weights()
+        for name, parameter in self.model.module.named_parameters():
+            if parameter.grad is not None:
+                yield GRADIENT + name, full(parameter.grad)
+
+
+def open_rank(family: str, dtype: torch.dtype, config: EngineConfig) -> Engine:
+    return OpenEngine(tiny_model(family, dtype, Impl.TORCH), config)
 
 
 def cramped_rank() -> Engine:

@@ -221,3 +221,17 @@ def test_tensor_ranks_share_hidden_matrices_alone() -> None:
     shape = _measure(model.module, AdapterConfig())
     found = estimate.memory(shape, recipe("qwen3", "torch", parallel={"tensor": 2}), step_tokens=9, impl=model.impl)
     assert found.weights == pytest.approx((shape.parameters - shape.matrices / 2) * 4 / estimate.MIB)
+
+
+def test_ranks_gather_the_experts_that_they_have() -> None:
+    """What a rank keeps is the same however the experts are cut; of a layer it computes, only its own are whole."""
+    model = load_model(ModelConfig(fresh=MODELS["qwen3_moe"]), vocab_size=256, seed=0)
+    shape = _measure(model.module, AdapterConfig())
+    per_layer = 4 * 3 * 64 * 48
+    assert shape.stacked == 3 * per_layer
+    whole, dealt = (
+        estimate.memory(shape, recipe("qwen3_moe", "torch", parallel=sizes), step_tokens=9, impl=model.impl)
+        for sizes in ({"data": 2}, {"data": 2, "experts": {"ranks": 2}})
+    )
+    assert dealt.weights == whole.weights and dealt.ranks == whole.ranks == 2
+    assert whole.gathered - dealt.gathered == pytest.approx(2 * 2 * per_layer / 2 * 4 / estimate.MIB)

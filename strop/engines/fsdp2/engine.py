@@ -23,6 +23,7 @@ from strop.config.recipe import EngineConfig
 from strop.data.packing import Batch
 from strop.engines.base import Capabilities, ForwardBackward, Loss, OptimOutcome, OptimParams
 from strop.engines.fsdp2.activations import Activations
+from strop.engines.fsdp2.expert_parallel import check_experts, has_experts
 from strop.engines.fsdp2.host import HostBuffers
 from strop.engines.fsdp2.optimizer import build_optimizers, parameter_groups
 from strop.engines.fsdp2.resident import Away
@@ -63,6 +64,8 @@ class Fsdp2Engine:
         base: Fsdp2Engine | None = None,
     ) -> None:
         self.model = model
+        if base is None:
+            check_experts(model.module, config.parallel)
         spread = config.parallel.ranks > 1 and model.device.type != "meta"  # a plan looks at a model without weights
         if spread and base is None:
             model.module.requires_grad_(trainable)
@@ -77,6 +80,7 @@ class Fsdp2Engine:
             shared_prefix=True,
             value_head=model.value_head is not None,
             router_replay=self._routers.known,
+            expert_parallel=has_experts(model.module),
         )
         self.data_parallel = 1
         self._scorer = Scorer(model, config, adapter, every_weight=spread)

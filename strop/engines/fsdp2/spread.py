@@ -22,6 +22,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from strop.config.parallel import ParallelConfig
 from strop.data.packing import Batch
+from strop.engines.fsdp2.expert_parallel import even_axis, share_experts
 from strop.engines.fsdp2.tensor_parallel import split_heads
 from strop.engines.fsdp2.ulysses import UlyssesAttention, gather_rows
 from strop.errors import ConfigError, EngineError
@@ -149,7 +150,7 @@ class Spread:
         self._sequence = places.get_group("sequence") if config.sequence > 1 else None
         mesh = init_device_mesh(
             device,
-            (config.replicas, config.data * config.sequence, config.tensor),
+            (config.replicas, config.shards, config.tensor),
             mesh_dim_names=("replicas", "shards", "tensor"),  # data and sequence ranks both add to a gradient
         )
         partial = split_heads(model, mesh["tensor"]) if config.tensor > 1 else []
@@ -161,6 +162,8 @@ class Spread:
         precision = MixedPrecisionPolicy(
             param_dtype=torch.bfloat16 if config.compute == "bfloat16" else None, reduce_dtype=model.dtype
         )
+        if config.expert_ranks > 1:
+            _shard_experts(model, config, device, precision)
         shards = mesh["shards"] if config.replicas == 1 else mesh["replicas", "shards"]
         shard(root, shards, precision)
         self._root = root
@@ -268,6 +271,18 @@ def shard(root: nn.Module, mesh: DeviceMesh, precision: MixedPrecisionPolicy) ->
         if isinstance(child, FSDPModule):
             child.set_gradient_divide_factor(1.0)
             child.set_force_sum_reduction_for_comms(True)
+
+
+def _shard_experts(model: LanguageModel, config: ParallelConfig, device: str, precision: MixedPrecisionPolicy) -> None:
+    """Each rank's experts by themselves: cut over the ranks that have the same ones."""
+    alike = config.shards // config.expert_ranks
+    mesh = init_device_mesh(
+        device, (config.replicas, alike, config.expert_ranks), mesh_dim_names=("replicas", "alike", "experts")
+    )
+    over = mesh["alike"] if config.replicas == 1 else mesh["replicas", "alike"]
+    precision = replace(precision, cast_forward_inputs=False)  # what routers weigh in float32 stays that
+    for part in share_experts(model.module, mesh["experts"]):
+        fully_shard(part, mesh=over, mp_policy=precision, shard_placement_fn=lambda own: even_axis(own, alike))
 
 
 def on_first_rank(tensor: Tensor) -> Tensor | None:

@@ -10,10 +10,11 @@ from strop.config import reference
 from strop.config.imitation import BestOfNConfig, TeacherConfig
 from strop.config.loader import all_keys, read_recipe, section_of
 from strop.config.loops import LoopConfig, SFTConfig
+from strop.config.parallel import ExpertsConfig, ParallelConfig
 from strop.config.policy import AsyncGRPOConfig, GRPOConfig
 from strop.config.ppo import CriticConfig, PPOConfig
 from strop.config.preferences import DPOConfig, RewardModelConfig
-from strop.config.recipe import ModelConfig, Recipe, SamplerConfig, TasksConfig
+from strop.config.recipe import EngineConfig, ModelConfig, Recipe, SamplerConfig, TasksConfig
 from strop.config.section import Section
 from strop.config.sglang import SglangConfig
 from strop.config.vllm import VllmConfig
@@ -62,7 +63,8 @@ def test_the_reference_recipe_loads_and_holds_every_default() -> None:
     assert recipe.distill is not None and len(recipe.distill.teachers) == 1
     shown = SamplerConfig(vllm=VllmConfig(), sglang=SglangConfig())
     assert recipe.sampler == shown, "sections that a run may be without are shown"
-    given = {"model", "tasks", "ppo", "distill", "sampler"}
+    assert recipe.engine == EngineConfig(parallel=ParallelConfig(experts=ExpertsConfig()))
+    given = {"model", "tasks", "ppo", "distill", "sampler", "engine"}
     defaults: dict[str, LoopConfig] = {
         "sft": SFTConfig(),
         "grpo": GRPOConfig(),
