@@ -167,6 +167,8 @@ class Stand:
 
     async def wake(self) -> None: ...
 
+    def close(self) -> None: ...
+
 
 class Plain:
     """A `Renderer` whose prompts have been tokens before."""

@@ -36,7 +36,9 @@ def build_critic(cfg: CriticConfig, parts: Parts, start: Path | None) -> Engine:
 
         weights = start if cfg.model is None else None
         of = RankModel(model=named, vocab_size=vocab_size, seed=recipe.seed, value_head=head, weights=weights)
-        return start_engine(engine_config(recipe), of)
+        engine = start_engine(engine_config(recipe), of)
+        parts.ends.callback(engine.close)
+        return engine
     if cfg.model is None and parts.base is None:
         model = parts.model.clone()
         make_value_model(model.module)

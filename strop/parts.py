@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -50,6 +51,7 @@ class Parts:
     base: Engine | None  # what an adapter stands on: the model without it
     sampler: Sampler
     params: SamplingParams
+    ends: ExitStack  # ends what was started elsewhere
 
     def player(self, seed: int) -> Player:
         cfg = self.recipe.tasks
@@ -89,22 +91,27 @@ def new_engine(
     recipe: Recipe,
     model: LanguageModel,
     vocab_size: int,
+    ends: ExitStack,
     *,
     trainable: bool = True,
     config: ModelConfig | None = None,
     value_head: ValueHead | None = None,
 ) -> Engine:
-    """An engine over `model` in this process; or over ranks, which load what `config` (else the recipe) names."""
+    """An engine over `model` in this process; or over ranks, which load what `config` (else the recipe) names, and
+    which `ends` ends."""
     if recipe.engine.parallel.ranks == 1:
         return build_engine(recipe.engine, model, trainable=trainable)
     from strop.runtime.start import RankModel, start_engine
 
     of = RankModel(model=config or recipe.model, vocab_size=vocab_size, seed=recipe.seed, value_head=value_head)
-    return start_engine(recipe.engine, of, trainable=trainable)
+    engine = start_engine(recipe.engine, of, trainable=trainable)
+    ends.callback(engine.close)
+    return engine
 
 
-def build_parts(recipe: Recipe, base: Path) -> Parts:
-    """Load and build everything that a recipe names; files of the user's own code are taken from `base`.
+def build_parts(recipe: Recipe, base: Path, ends: ExitStack) -> Parts:
+    """Load and build everything that a recipe names; files of the user's own code are taken from `base`, and what is
+    started elsewhere ends when `ends` is closed.
 
     For a reward model it is a value model that is trained, and the sampler is there for nobody. Raises ConfigError for
     loops that ask for what the recipe does not give.
@@ -127,13 +134,14 @@ def build_parts(recipe: Recipe, base: Path) -> Parts:
         if recipe.sampler.actors:
             from strop.runtime.start import start_samplers
 
-            sampler = start_samplers(recipe)
+            sampler = start_samplers(recipe, ends)
         else:
             sampler = build_sampler(recipe.sampler, own, decode_with(tokenizer))
-        frozen, engine = None, new_engine(recipe, model, len(tokenizer), value_head=head)
+            ends.callback(sampler.close)
+        frozen, engine = None, new_engine(recipe, model, len(tokenizer), ends, value_head=head)
     else:  # nobody changes the model itself, so trainer, sampler and reference share it
         sampler = build_sampler(recipe.sampler, model, decode_with(tokenizer), adapter)
-        frozen = new_engine(recipe, model, len(tokenizer), trainable=False)
+        frozen = new_engine(recipe, model, len(tokenizer), ends, trainable=False)
         engine = frozen.adapter(POLICY, adapter)
     return Parts(
         recipe=recipe,
@@ -147,4 +155,5 @@ def build_parts(recipe: Recipe, base: Path) -> Parts:
         engine=engine,
         base=frozen,
         params=sampling_params(recipe.draw, renderer),
+        ends=ends,
     )

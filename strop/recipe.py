@@ -36,7 +36,6 @@ def train(recipe: Recipe, recipe_path: Path, *, resume: bool) -> int:
     console = Console()
     gc.set_threshold(*COLLECT)
     for left in range(recipe.run.restarts, -1, -1):
-        gc.collect()  # actors of a run that was lost end when nobody holds them, and leave room for new ones
         try:
             asyncio.run(_train(recipe, recipe_path, console, resume=resume))
         except RankError as error:
@@ -51,34 +50,34 @@ def train(recipe: Recipe, recipe_path: Path, *, resume: bool) -> int:
 
 async def _train(recipe: Recipe, recipe_path: Path, console: Console, *, resume: bool) -> None:
     folder = Path(recipe.run.folder)
-    parts = build_parts(recipe, recipe_path.parent)
-    console.print(
-        f"[bold]{recipe_path.stem}[/bold]: {parts.model.num_parameters() / 1e6:.1f} M parameters, "
-        f"{len(parts.train_tasks)} tasks, {len(parts.held_out)} held out, kernels {parts.model.impl}, "
-        f"{torch.get_num_threads()} threads -> {folder}"
-    )
-    with ExitStack() as stack:
+    with ExitStack() as ends:
+        parts = build_parts(recipe, recipe_path.parent, ends)
+        console.print(
+            f"[bold]{recipe_path.stem}[/bold]: {parts.model.num_parameters() / 1e6:.1f} M parameters, "
+            f"{len(parts.train_tasks)} tasks, {len(parts.held_out)} held out, kernels {parts.model.impl}, "
+            f"{torch.get_num_threads()} threads -> {folder}"
+        )
         watch = Watch(view=live_view(recipe, console), sinks=build_sinks(recipe, folder))
         opened = Run.resume if resume else Run.start
-        run = stack.enter_context(opened(folder, recipe, decode=parts.decode, watch=watch))
-        await run_loops(parts, run)
-        best = run.store.pinned("best") or run.store.latest()
-    if best is not None:
-        await parts.engine.load(best.engine)
-        _export(parts, folder / "export")
+        with opened(folder, recipe, decode=parts.decode, watch=watch) as run:
+            await run_loops(parts, run)
+            best = run.store.pinned("best") or run.store.latest()
+        if best is not None:
+            await parts.engine.load(best.engine)
+            _export(parts, folder / "export")
     print_summary(folder, write_report(folder), console)
 
 
 def evaluate(recipe: Recipe, recipe_path: Path, checkpoint: Path | None = None) -> dict[str, Any]:
     """Held-out accuracy of the recipe's model, or of a checkpoint's engine folder. Returns the numbers by name."""
-    return asyncio.run(_evaluate(recipe, recipe_path, checkpoint))
+    with ExitStack() as ends:
+        return asyncio.run(_evaluate(build_parts(recipe, recipe_path.parent, ends), checkpoint))
 
 
-async def _evaluate(recipe: Recipe, recipe_path: Path, checkpoint: Path | None) -> dict[str, Any]:
-    parts = build_parts(recipe, recipe_path.parent)
+async def _evaluate(parts: Parts, checkpoint: Path | None) -> dict[str, Any]:
     if checkpoint is not None:
         await parts.engine.load(checkpoint)
-    if recipe.reward_model is not None:
+    if parts.recipe.reward_model is not None:
         pairs = await parts.judge().measure(parts.held_out, "evaluate", 0)
         return {"pair_accuracy": pairs.sampled_accuracy, "mean_margin": pairs.mean_reward}
     await publish(parts.engine, parts.sampler, version=0)
@@ -94,9 +93,10 @@ async def _evaluate(recipe: Recipe, recipe_path: Path, checkpoint: Path | None) 
 
 def export(recipe: Recipe, recipe_path: Path, checkpoint: Path, target: Path) -> Path:
     """Write a checkpoint as a Hugging Face folder."""
-    parts = build_parts(recipe, recipe_path.parent)
-    asyncio.run(parts.engine.load(checkpoint))
-    _export(parts, target)
+    with ExitStack() as ends:
+        parts = build_parts(recipe, recipe_path.parent, ends)
+        asyncio.run(parts.engine.load(checkpoint))
+        _export(parts, target)
     return target
 
 

@@ -192,7 +192,7 @@ def _teacher(m: int, config: ModelConfig, parts: Parts) -> Engine:
     """A frozen engine over a model of its own, which speaks of the same tokens."""
     same_tokens(parts.tokenizer, load_tokenizer(config), key=f"distill.teachers.{m}.model")
     model = load_model(config, vocab_size=len(parts.tokenizer), seed=parts.recipe.seed)
-    return new_engine(parts.recipe, model, len(parts.tokenizer), trainable=False, config=config)
+    return new_engine(parts.recipe, model, len(parts.tokenizer), parts.ends, trainable=False, config=config)
 
 
 async def _best_of_n(cfg: BestOfNConfig, parts: Parts, run: Run) -> None:
@@ -229,7 +229,7 @@ async def _reference(cfg: LoopConfig, start: LanguageModel | None, stage: str, p
         return None
     begun = run.start_of(stage)
     if start is not None:
-        engine = new_engine(parts.recipe, start, len(parts.tokenizer), trainable=False)
+        engine = new_engine(parts.recipe, start, len(parts.tokenizer), parts.ends, trainable=False)
     elif parts.base is not None and begun is None:
         return parts.base
     else:

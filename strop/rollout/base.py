@@ -53,6 +53,10 @@ class Sampler(Protocol):
 
     async def wake(self) -> None: ...
 
+    def close(self) -> None:
+        """End what was started for it elsewhere. It is asked for nothing afterwards."""
+        ...
+
 
 async def play(
     env: Env, sampler: Sampler, renderer: Renderer, params: SamplingParams, *, max_turns: int = 1

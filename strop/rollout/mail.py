@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import traceback
-from collections.abc import Iterable
+from collections.abc import Coroutine, Iterable
 from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
@@ -89,15 +89,13 @@ class Desk:
 
 
 class Way(Protocol):
-    """How messages get to a `Desk`, and back."""
+    """How messages get to a `Desk`, and back. All raise StropError when the desk is gone."""
 
-    def take(self, asked: list[Asked]) -> None: ...
+    async def take(self, asked: list[Asked]) -> None: ...
 
-    def drop(self, numbers: list[int]) -> None: ...
+    async def drop(self, numbers: list[int]) -> None: ...
 
-    async def ended(self) -> list[Ended]:
-        """As `Desk.ended`; raises when the desk is gone."""
-        ...
+    async def ended(self) -> list[Ended]: ...
 
 
 class Mail:
@@ -109,9 +107,10 @@ class Mail:
         self._leaving: list[Asked] = []
         self._waiting: dict[int, asyncio.Future[Completion]] = {}
         self._listening: asyncio.Task[None] | None = None
+        self._travelling: set[asyncio.Task[None]] = set()
 
     async def ask(self, prompt: Prompt, params: SamplingParams) -> Completion:
-        """Draw one completion. Raises what the sampler does, or what `Way.ended` does when the desk is gone."""
+        """Draw one completion. Raises what the sampler does, or what the way does when the desk is gone."""
         self._number += 1
         number = self._number
         self._waiting[number] = asyncio.get_running_loop().create_future()
@@ -123,7 +122,7 @@ class Mail:
         except asyncio.CancelledError:
             kept = [one for one in self._leaving if one.number != number]
             if len(kept) == len(self._leaving):
-                self._way.drop([number])
+                self._travel(self._way.drop([number]))
             self._leaving = kept
             raise
         finally:
@@ -133,9 +132,21 @@ class Mail:
         asked, self._leaving = self._leaving, []
         if not asked:  # all were given up at once
             return
-        self._way.take(asked)
+        self._travel(self._way.take(asked))
         if self._listening is None or self._listening.done():
             self._listening = asyncio.ensure_future(self._listen())
+
+    def _travel(self, message: Coroutine[None, None, None]) -> None:
+        """Send it, and wait for it in nobody's way."""
+        task = asyncio.ensure_future(self._sent(message))
+        self._travelling.add(task)  # or nobody would hold it
+        task.add_done_callback(self._travelling.discard)
+
+    async def _sent(self, message: Coroutine[None, None, None]) -> None:
+        try:
+            await message
+        except StropError as error:
+            self._fail(error)
 
     async def _listen(self) -> None:
         """Hand out what has ended, as long as anybody waits."""
@@ -143,9 +154,7 @@ class Mail:
             try:
                 arrived = await self._way.ended()
             except StropError as error:
-                for future in self._waiting.values():
-                    if not future.done():
-                        future.set_exception(error)
+                self._fail(error)
                 return
             for one in arrived:
                 future = self._waiting.get(one.number)
@@ -155,3 +164,9 @@ class Mail:
                     future.set_exception(one.found)
                 else:
                     future.set_result(one.found)
+
+    def _fail(self, error: StropError) -> None:
+        """Messages are lost for one reason only: nothing that was asked will come."""
+        for future in self._waiting.values():
+            if not future.done():
+                future.set_exception(error)

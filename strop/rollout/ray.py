@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from strop.errors import ConfigError, RolloutError, StropError
 from strop.rollout.base import Sampler
+from strop.rollout.mail import Asked, Desk, Ended, Mail
 from strop.rollout.router import SamplerLost
 from strop.rollout.transfer import Bucket, Inbox, Shipment
 from strop.types import Completion, Float32s, Prompt, SamplingParams
@@ -37,13 +38,20 @@ class Host:
 
         torch.set_num_threads(1)
         self.sampler = make()
+        self._desk = Desk(self.sampler)
         self._inbox = Inbox(keeps=keeps)
 
     async def facts(self) -> tuple[int, bool]:
         return self.sampler.version, self.sampler.serves_adapter
 
-    async def sample(self, prompt: Prompt, params: SamplingParams) -> Completion:
-        return await self.sampler.sample(prompt, params)
+    async def take(self, asked: list[Asked]) -> None:
+        self._desk.take(asked)
+
+    async def drop(self, numbers: list[int]) -> None:
+        self._desk.drop(numbers)
+
+    async def ended(self) -> list[Ended]:
+        return await self._desk.ended()
 
     async def score(self, prompt: Prompt) -> Float32s:
         return await self.sampler.score(prompt)
@@ -87,10 +95,12 @@ class RaySampler:
     ) -> None:
         options = ray.remote(self.HOST).options(num_cpus=cpus, num_gpus=gpus or None, max_concurrency=100_000)
         self.actor: Any = options.remote(make, deltas)
+        self._mail = Mail(self)
         self._timeout_s = timeout_s
         try:
             self._version, self.serves_adapter = ray.get(self.actor.facts.remote(), timeout=timeout_s)
         except GetTimeoutError as error:
+            self.close()
             raise RolloutError(
                 f"a sampler's actor did not start within {timeout_s:g} s; the Ray cluster has {ray.cluster_resources()}"
                 f", of which the actor needs {cpus:g} CPU: lower sampler.actors or engine.runtime.cpus_per_rank"
@@ -103,7 +113,17 @@ class RaySampler:
         return self._version
 
     async def sample(self, prompt: Prompt, params: SamplingParams) -> Completion:
-        return await self._ask(self.actor.sample.remote(prompt, params))
+        return await self._mail.ask(prompt, params)
+
+    async def take(self, asked: list[Asked]) -> None:
+        """See `mail.Way`, as for the next two."""
+        await self._ask(self.actor.take.remote(asked))
+
+    async def drop(self, numbers: list[int]) -> None:
+        await self._ask(self.actor.drop.remote(numbers))
+
+    async def ended(self) -> list[Ended]:
+        return await self._ask(self.actor.ended.remote())
 
     async def score(self, prompt: Prompt) -> Float32s:
         return await self._ask(self.actor.score.remote(prompt))

@@ -97,6 +97,10 @@ class Router:
     async def wake(self) -> None:
         await self._everywhere(lambda sampler: sampler.wake())
 
+    def close(self) -> None:
+        for sampler in self._samplers:
+            sampler.close()
+
     def _alive(self) -> list[int]:
         alive = [i for i in range(len(self._samplers)) if i not in self._lost]
         if not alive:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -28,6 +30,11 @@ from strop.runtime.ranks import Ranks
 from strop.runtime.remote_engine import RemoteEngine
 from strop.weights.broadcast import Broadcast
 from strop.weights.disk import Disk
+
+if TYPE_CHECKING:
+    from strop.rollout.ray import RaySampler
+
+StartedT = TypeVar("StartedT", bound="RaySampler")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,10 +93,10 @@ def host_sampler(recipe: Recipe) -> Sampler:
     return build_sampler(recipe.sampler, model, decode_with(tokenizer))
 
 
-def start_samplers(recipe: Recipe) -> Sampler:
+def start_samplers(recipe: Recipe, ends: ExitStack) -> Sampler:
     """As many samplers as `sampler.actors` says, behind one router, and weights on the way that `sampler.publish` says.
 
-    Raises RolloutError when one does not start in time.
+    `ends` ends them. Raises RolloutError when one does not start in time.
     """
     from strop.rollout.ray import RaySampler
     from strop.runtime.ray import connect
@@ -97,20 +104,27 @@ def start_samplers(recipe: Recipe) -> Sampler:
 
     connect(recipe.engine.runtime)
     cpus, timeout_s = recipe.engine.runtime.cpus_per_rank, recipe.engine.runtime.timeout_s
-    make, many = partial(host_sampler, recipe), range(recipe.sampler.actors)
+    make = partial(host_sampler, recipe)
     dtype = DTYPES[recipe.sampler.model(recipe.model).dtype]
+
+    def start(kind: type[StartedT], deltas: bool = False) -> list[StartedT]:
+        samplers: list[StartedT] = []
+        for _ in range(recipe.sampler.actors):
+            samplers.append(kind(make, cpus=cpus, deltas=deltas, timeout_s=timeout_s))
+            ends.callback(samplers[-1].close)
+        return samplers
+
     match recipe.sampler.publish:
         case "broadcast":
-            listening = [ListeningSampler(make, cpus=cpus, timeout_s=timeout_s) for _ in many]
+            listening = start(ListeningSampler)
             return Router(listening, courier=Broadcast(listening, timeout_s=timeout_s, dtype=dtype))
         case "disk":
-            reading = [ReadingSampler(make, cpus=cpus, timeout_s=timeout_s) for _ in many]
+            reading = start(ReadingSampler)
             folder = Path(recipe.run.folder).resolve() / "weights"
             return Router(reading, courier=Disk(reading, folder, dtype))
         case "full" | "delta" as kind:
             deltas = kind == "delta"
-            samplers = [RaySampler(make, cpus=cpus, deltas=deltas, timeout_s=timeout_s) for _ in many]
-            return Router(samplers, Outbox(deltas=deltas, dtype=dtype))
+            return Router(start(RaySampler, deltas), Outbox(deltas=deltas, dtype=dtype))
 
 
 def start_engine(config: EngineConfig, of: RankModel, *, trainable: bool = True) -> RemoteEngine:

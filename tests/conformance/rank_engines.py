@@ -12,6 +12,7 @@ from strop.config.recipe import EngineConfig
 from strop.engines.base import Engine
 from strop.engines.build import build_engine
 from strop.engines.fsdp2.engine import Fsdp2Engine
+from strop.models.experts import Form
 from strop.models.shards import full
 from strop.ops.select import Impl
 from tests.tiny_models import tiny_model
@@ -32,8 +33,8 @@ GRADIENT = "gradient of "
 class OpenEngine(Fsdp2Engine):
     """Gives what has accumulated too, to the last bit, beside the weights."""
 
-    def weights(self) -> Iterator[tuple[str, Tensor]]:
-        yield from super().weights()
+    def weights(self, form: Form = Form.SAVED) -> Iterator[tuple[str, Tensor]]:
+        yield from super().weights(form)
         for name, parameter in self.model.module.named_parameters():
             if parameter.grad is not None:
                 yield GRADIENT + name, full(parameter.grad)

@@ -26,6 +26,7 @@ from tests.vllm.servers import PYTHON, wider
 
 pytestmark = pytest.mark.skipif(not PYTHON, reason="needs VLLM_PYTHON, the Python of an environment that has vLLM")
 ROUNDING = 0.05  # of logprobs in bfloat16, whose numbers are 1/256 apart, by two programs
+PART = 0.03  # of a logprob, where it is large
 
 
 @pytest.fixture
@@ -84,10 +85,10 @@ def test_a_host_started_by_hand_draws_in_bfloat16_and_is_sent_changes(
         assert 0 < load(first, 2) <= first.head.weight[0].numel() * 10
         after = asyncio.run(sampler.score(Prompt(text)))
         assert np.abs(after - before).max() > 10 * ROUNDING
-        np.testing.assert_allclose(after, in_bfloat16(first, text), atol=ROUNDING, rtol=0)
+        np.testing.assert_allclose(after, in_bfloat16(first, text), atol=ROUNDING, rtol=PART)
         assert load(other, 3) >= whole * 0.9  # all of it is less than all of its changes
         np.testing.assert_allclose(
-            asyncio.run(sampler.score(Prompt(text))), in_bfloat16(other, text), atol=ROUNDING, rtol=0
+            asyncio.run(sampler.score(Prompt(text))), in_bfloat16(other, text), atol=ROUNDING, rtol=PART
         )
         load(first, 4)
         np.testing.assert_allclose(asyncio.run(sampler.score(Prompt(text))), after, atol=1e-6, rtol=0)

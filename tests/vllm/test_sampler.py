@@ -8,6 +8,7 @@ import asyncio
 import json
 import os
 import signal
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -97,8 +98,10 @@ def test_a_killed_host_is_lost_and_leaves_no_process_behind(servers: Servers) ->
 
     asyncio.run(kill_midway())
     servers.forget(sampler)
-    with pytest.raises(ProcessLookupError):
-        os.killpg(group, 0)
+    with pytest.raises(ProcessLookupError):  # they are killed by the thread that noticed, and reaped by the system
+        for _ in range(200):
+            os.killpg(group, 0)
+            time.sleep(0.05)
 
 
 def test_a_recipe_draws_with_vllm_what_it_learns_from(tmp_path: Path) -> None:

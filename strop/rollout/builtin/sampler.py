@@ -146,6 +146,9 @@ class BuiltinSampler:
             self._cache = self._new_cache()
             self._states = self._new_states()
 
+    def close(self) -> None:
+        """It runs here: nothing was started."""
+
     def _record_routes(self) -> None:
         """From the first request that asks for routes on, until the sampler sleeps. What was computed before has none,
         so nobody may start from it."""

@@ -71,6 +71,8 @@ class Recorder:
 
     async def wake(self) -> None: ...
 
+    def close(self) -> None: ...
+
 
 class Words:
     """A renderer of which nothing matters but its stop tokens."""

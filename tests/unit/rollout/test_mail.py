@@ -45,11 +45,11 @@ class Near:
         self.messages = 0
         self.gone = asyncio.Event()
 
-    def take(self, asked: list[Asked]) -> None:
+    async def take(self, asked: list[Asked]) -> None:
         self.messages += 1
         self.desk.take(asked)
 
-    def drop(self, numbers: list[int]) -> None:
+    async def drop(self, numbers: list[int]) -> None:
         self.desk.drop(numbers)
 
     async def ended(self) -> list[Ended]:

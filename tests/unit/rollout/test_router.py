@@ -54,6 +54,8 @@ class Slow:
 
     async def wake(self) -> None: ...
 
+    def close(self) -> None: ...
+
 
 def prompt(*tokens: int) -> Prompt:
     return Prompt(np.array(tokens, np.int32))
