@@ -26,7 +26,7 @@ EXTRAS: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "mutants": ("counting the faults that tests miss", ("mutmut",)),
     "dev": (
         "tests and checks",
-        ("hypothesis", "importlinter", "jaxtyping", "pyright", "pytest", "xdist", "ruff"),
+        ("hypothesis", "importlinter", "jaxtyping", "pyright", "pytest", "xdist", "ray", "ruff"),
     ),
 }
 CORE = (

@@ -265,7 +265,7 @@ def _spread(shape: Shape, parallel: ParallelConfig) -> tuple[float, float]:
     cut = 0 if shape.experts or shape.linear else shape.matrices  # those stay whole on each tensor rank
     kept = (shape.parameters - cut + cut / parallel.tensor) / shape.parameters
     ends = min(shape.parameters, 2 * shape.vocabulary * shape.hidden)
-    away = shape.stacked * (1 - 1 / parallel.expert_ranks)
+    away = shape.stacked * (1 - 1 / parallel.experts)
     layers = kept * max(shape.parameters - ends - away, 0) / shape.layers
     return kept / (parallel.data * parallel.sequence), ends + 2 * layers
 

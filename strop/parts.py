@@ -51,7 +51,8 @@ class Parts:
     base: Engine | None  # what an adapter stands on: the model without it
     sampler: Sampler
     params: SamplingParams
-    ends: ExitStack  # ends what was started elsewhere
+    ends: ExitStack
+    """Closed when the run is over, it ends what was started elsewhere."""
 
     def player(self, seed: int) -> Player:
         cfg = self.recipe.tasks
@@ -109,15 +110,19 @@ def new_engine(
     return engine
 
 
-def build_parts(recipe: Recipe, base: Path, ends: ExitStack) -> Parts:
-    """Load and build everything that a recipe names; files of the user's own code are taken from `base`, and what is
-    started elsewhere ends when `ends` is closed.
+def build_parts(recipe: Recipe, base: Path) -> Parts:
+    """Load and build everything that a recipe names; files of the user's own code are taken from `base`.
 
     For a reward model it is a value model that is trained, and the sampler is there for nobody. Raises ConfigError for
     loops that ask for what the recipe does not give.
     """
     if problems := recipe.conflicts():
         raise ConfigError(*problems)
+    with ExitStack() as ends:  # what was started ends also where a later part cannot be built
+        return _build(recipe, base, ends)
+
+
+def _build(recipe: Recipe, base: Path, ends: ExitStack) -> Parts:
     torch.set_num_threads(recipe.threads or torch.get_num_threads())
     disable_progress_bar()  # of transformers: it would draw over ours
     tasks = load_tasks(recipe.tasks, base)
@@ -155,5 +160,5 @@ def build_parts(recipe: Recipe, base: Path, ends: ExitStack) -> Parts:
         engine=engine,
         base=frozen,
         params=sampling_params(recipe.draw, renderer),
-        ends=ends,
+        ends=ends.pop_all(),
     )

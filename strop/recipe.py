@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import gc
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -50,8 +49,8 @@ def train(recipe: Recipe, recipe_path: Path, *, resume: bool) -> int:
 
 async def _train(recipe: Recipe, recipe_path: Path, console: Console, *, resume: bool) -> None:
     folder = Path(recipe.run.folder)
-    with ExitStack() as ends:
-        parts = build_parts(recipe, recipe_path.parent, ends)
+    parts = build_parts(recipe, recipe_path.parent)
+    with parts.ends:
         console.print(
             f"[bold]{recipe_path.stem}[/bold]: {parts.model.num_parameters() / 1e6:.1f} M parameters, "
             f"{len(parts.train_tasks)} tasks, {len(parts.held_out)} held out, kernels {parts.model.impl}, "
@@ -70,8 +69,9 @@ async def _train(recipe: Recipe, recipe_path: Path, console: Console, *, resume:
 
 def evaluate(recipe: Recipe, recipe_path: Path, checkpoint: Path | None = None) -> dict[str, Any]:
     """Held-out accuracy of the recipe's model, or of a checkpoint's engine folder. Returns the numbers by name."""
-    with ExitStack() as ends:
-        return asyncio.run(_evaluate(build_parts(recipe, recipe_path.parent, ends), checkpoint))
+    parts = build_parts(recipe, recipe_path.parent)
+    with parts.ends:
+        return asyncio.run(_evaluate(parts, checkpoint))
 
 
 async def _evaluate(parts: Parts, checkpoint: Path | None) -> dict[str, Any]:
@@ -93,8 +93,8 @@ async def _evaluate(parts: Parts, checkpoint: Path | None) -> dict[str, Any]:
 
 def export(recipe: Recipe, recipe_path: Path, checkpoint: Path, target: Path) -> Path:
     """Write a checkpoint as a Hugging Face folder."""
-    with ExitStack() as ends:
-        parts = build_parts(recipe, recipe_path.parent, ends)
+    parts = build_parts(recipe, recipe_path.parent)
+    with parts.ends:
         asyncio.run(parts.engine.load(checkpoint))
         _export(parts, target)
     return target

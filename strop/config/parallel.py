@@ -27,13 +27,6 @@ class RuntimeConfig(Section):
     """Stop when a rank has not answered a call for so long."""
 
 
-class ExpertsConfig(Section):
-    """Experts of every layer, shared by ranks of data and sequence; tokens travel to their experts and back."""
-
-    ranks: Positive = 1
-    """Ranks that share them: as many neighbours, each with its part; no ranks beside those of data and sequence."""
-
-
 class ParallelConfig(Section):
     """Ranks, processes with a device each, that hold one model together: data, replicas, sequence and tensor
     multiplied."""
@@ -48,9 +41,9 @@ class ParallelConfig(Section):
 
     tensor: Positive = 1
     """Ranks that share the heads of attention and the inner channels of dense feed-forward parts."""
-    experts: ExpertsConfig | None = None
-    """For mixtures of experts: how theirs are dealt to ranks; null leaves all of a layer's on each that computes it."""
-
+    experts: Positive = 1
+    """Ranks that share the experts of a mixture's layers, among those of data and sequence: as many neighbours, each
+    with its part. Tokens travel to their experts and back."""
     compute: Literal["model", "bfloat16"] = "model"
     """Arithmetic of layers over ranks: the model's own dtype, or bfloat16 over weights, gradient sums and moments that
     keep the model's (mixed precision)."""
@@ -63,11 +56,6 @@ class ParallelConfig(Section):
     def shards(self) -> int:
         """Ranks among which the weights are cut, each with tokens of its own."""
         return self.data * self.sequence
-
-    @property
-    def expert_ranks(self) -> int:
-        """Ranks that share the experts of a layer."""
-        return 1 if self.experts is None else self.experts.ranks
 
     @property
     def lanes(self) -> int:

@@ -227,10 +227,8 @@ class RunConfig(Section):
     """Times that a run goes on from its newest checkpoint by itself after a rank of its engine was lost."""
     samples_per_step: NonNegative = 4
     """Attempts written to samples.jsonl at each step."""
-    tensorboard: bool = False
-    """Write TensorBoard event files too."""
-    wandb: bool = False
-    """Write an offline Weights & Biases run."""
+    track: Annotated[tuple[Literal["tensorboard", "wandb"], ...], Field(strict=False)] = ()
+    """Write for these too, beside metrics.jsonl: TensorBoard event files, an offline Weights & Biases run."""
     live: bool = True
     """Draw progress in the terminal when there is one."""
 

@@ -33,18 +33,15 @@ def build_sinks(recipe: Recipe, folder: Path) -> list[Sink]:
 
     They see the recipe without its secrets. ConfigError names every package that is missing, and how to install it.
     """
-    asked: list[tuple[bool, str, str, type[TensorBoard] | type[WeightsAndBiases]]] = [
-        (recipe.run.tensorboard, "run.tensorboard", "tensorboard", TensorBoard),
-        (recipe.run.wandb, "run.wandb", "wandb", WeightsAndBiases),
-    ]
     problems = [
-        f"{key}=true needs the package {package}, which is not installed: pip install 'strop[track]'"
-        for wanted, key, package, _ in asked
-        if wanted and find_spec(package) is None
+        f"run.track: {package} is a package that is not installed: pip install 'strop[track]'"
+        for package in recipe.run.track
+        if find_spec(package) is None
     ]
     if problems:
         raise ConfigError(*problems)
-    return [sink(folder, recipe_values(recipe)) for wanted, _, _, sink in asked if wanted]
+    kinds = {"tensorboard": TensorBoard, "wandb": WeightsAndBiases}
+    return [kinds[package](folder, recipe_values(recipe)) for package in dict.fromkeys(recipe.run.track)]
 
 
 class TensorBoard:

@@ -7,7 +7,7 @@ from functools import partial
 
 import torch
 
-from strop.config.parallel import ExpertsConfig, ParallelConfig
+from strop.config.parallel import ParallelConfig
 from strop.config.recipe import EngineConfig
 from strop.engines.base import Engine
 from strop.runtime.processes import ProcessRanks
@@ -22,14 +22,13 @@ SHAPES = {
     "data2-tensor2": ParallelConfig(data=2, tensor=2),
     "replicas2-data2": ParallelConfig(replicas=2, data=2),
 }
-TWO = ExpertsConfig(ranks=2)
 EXPERT_SHAPES = {
-    "data2-experts2": ParallelConfig(data=2, experts=TWO),
-    "data4-experts2": ParallelConfig(data=4, experts=TWO),
-    "data4-experts4": ParallelConfig(data=4, experts=ExpertsConfig(ranks=4)),
-    "replicas2-data2-experts2": ParallelConfig(replicas=2, data=2, experts=TWO),
-    "data2-sequence2-experts2": ParallelConfig(data=2, sequence=2, experts=TWO),
-    "data2-sequence2-experts4": ParallelConfig(data=2, sequence=2, experts=ExpertsConfig(ranks=4)),
+    "data2-experts2": ParallelConfig(data=2, experts=2),
+    "data4-experts2": ParallelConfig(data=4, experts=2),
+    "data4-experts4": ParallelConfig(data=4, experts=4),
+    "replicas2-data2-experts2": ParallelConfig(replicas=2, data=2, experts=2),
+    "data2-sequence2-experts2": ParallelConfig(data=2, sequence=2, experts=2),
+    "data2-sequence2-experts4": ParallelConfig(data=2, sequence=2, experts=4),
 }
 """For mixtures of experts alone."""
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from strop.config.adapter import AdapterConfig
 from strop.config.model import ModelConfig
-from strop.config.parallel import ExpertsConfig, ParallelConfig
+from strop.config.parallel import ParallelConfig
 from strop.config.recipe import EngineConfig
 from strop.engines.base import Engine, OptimParams
 from strop.engines.build import build_engine
@@ -71,7 +71,7 @@ def test_grouped_experts(shape: str, family: str) -> None:
 def test_mixed_precision() -> None:
     """bfloat16 arithmetic moves gradients by its own rounding; what is kept is float32."""
     texts = sequences()
-    parallel = ParallelConfig(data=2, experts=ExpertsConfig(ranks=2), compute="bfloat16")
+    parallel = ParallelConfig(data=2, experts=2, compute="bfloat16")
     spread = over(parallel, "mixtral", torch.float32, EngineConfig())
     try:
         assert {tensor.dtype for _, tensor in spread.weights()} == {torch.float32}

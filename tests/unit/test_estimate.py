@@ -231,7 +231,7 @@ def test_ranks_gather_the_experts_that_they_have() -> None:
     assert shape.stacked == 3 * per_layer
     whole, dealt = (
         estimate.memory(shape, recipe("qwen3_moe", "torch", parallel=sizes), step_tokens=9, impl=model.impl)
-        for sizes in ({"data": 2}, {"data": 2, "experts": {"ranks": 2}})
+        for sizes in ({"data": 2}, {"data": 2, "experts": 2})
     )
     assert dealt.weights == whole.weights and dealt.ranks == whole.ranks == 2
     assert whole.gathered - dealt.gathered == pytest.approx(2 * 2 * per_layer / 2 * 4 / estimate.MIB)

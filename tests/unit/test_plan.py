@@ -303,7 +303,7 @@ def test_missing_packages_of_sinks(folder: Path, monkeypatch: pytest.MonkeyPatch
     import strop.track.sinks
 
     monkeypatch.setattr(strop.track.sinks, "find_spec", lambda name: None)
-    found = problems(folder, "run.wandb=true", "run.tensorboard=true")
+    found = problems(folder, "run.track=[wandb, tensorboard]")
     assert len(found) == 2
     assert all("pip install" in sentence for sentence in found)
 

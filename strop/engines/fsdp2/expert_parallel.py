@@ -50,10 +50,10 @@ def has_experts(module: nn.Module) -> bool:
 
 def check_experts(module: nn.Module, config: ParallelConfig) -> None:
     """ConfigError when the experts of this model cannot be dealt to the ranks. Looks at shapes alone."""
-    size = config.expert_ranks
+    size = config.experts
     if size == 1:
         return
-    name, problems, asked = type(module).__name__, list[str](), f"engine.parallel.experts.ranks is {size}"
+    name, problems, asked = type(module).__name__, list[str](), f"engine.parallel.experts is {size}"
     if config.shards % size:
         problems.append(
             f"{asked}: it must divide the {config.shards} ranks of data {config.data} x "

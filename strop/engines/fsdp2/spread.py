@@ -162,7 +162,7 @@ class Spread:
         precision = MixedPrecisionPolicy(
             param_dtype=torch.bfloat16 if config.compute == "bfloat16" else None, reduce_dtype=model.dtype
         )
-        if config.expert_ranks > 1:
+        if config.experts > 1:
             _shard_experts(model, config, device, precision)
         shards = mesh["shards"] if config.replicas == 1 else mesh["replicas", "shards"]
         shard(root, shards, precision)
@@ -275,9 +275,9 @@ def shard(root: nn.Module, mesh: DeviceMesh, precision: MixedPrecisionPolicy) ->
 
 def _shard_experts(model: LanguageModel, config: ParallelConfig, device: str, precision: MixedPrecisionPolicy) -> None:
     """Each rank's experts by themselves: cut over the ranks that have the same ones."""
-    alike = config.shards // config.expert_ranks
+    alike = config.shards // config.experts
     mesh = init_device_mesh(
-        device, (config.replicas, alike, config.expert_ranks), mesh_dim_names=("replicas", "alike", "experts")
+        device, (config.replicas, alike, config.experts), mesh_dim_names=("replicas", "alike", "experts")
     )
     over = mesh["alike"] if config.replicas == 1 else mesh["replicas", "alike"]
     precision = replace(precision, cast_forward_inputs=False)  # what routers weigh in float32 stays that

@@ -382,6 +382,8 @@ def _values(name: str, annotation: Any) -> st.SearchStrategy[Any]:
         if name == "betas"
         else st.just(("mlp",))
         if name == "targets"
+        else st.just(("wandb",))
+        if name == "track"
         else st.lists(st.text()).map(tuple),
     }
     chosen = kinds[_kind(annotation)]
@@ -527,6 +529,8 @@ def flipped(key: str, value: Any, annotation: Any) -> Any:
         return "dropped"
     if key == "engine.adapter.targets":
         return ["unembedding"]
+    if key == "run.track":
+        return ["wandb"]
     if isinstance(value, tuple):
         return [0.5, 0.5] if key.endswith("betas") else ["x"]
     if isinstance(value, str):

@@ -10,7 +10,6 @@ from strop.config import reference
 from strop.config.imitation import BestOfNConfig, TeacherConfig
 from strop.config.loader import all_keys, read_recipe, section_of
 from strop.config.loops import LoopConfig, SFTConfig
-from strop.config.parallel import ExpertsConfig, ParallelConfig
 from strop.config.policy import AsyncGRPOConfig, GRPOConfig
 from strop.config.ppo import CriticConfig, PPOConfig
 from strop.config.preferences import DPOConfig, RewardModelConfig
@@ -63,7 +62,7 @@ def test_the_reference_recipe_loads_and_holds_every_default() -> None:
     assert recipe.distill is not None and len(recipe.distill.teachers) == 1
     shown = SamplerConfig(vllm=VllmConfig(), sglang=SglangConfig())
     assert recipe.sampler == shown, "sections that a run may be without are shown"
-    assert recipe.engine == EngineConfig(parallel=ParallelConfig(experts=ExpertsConfig()))
+    assert recipe.engine == EngineConfig()
     given = {"model", "tasks", "ppo", "distill", "sampler", "engine"}
     defaults: dict[str, LoopConfig] = {
         "sft": SFTConfig(),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -36,10 +35,9 @@ def play(folder: Path, grpo: dict[str, Any], steps: int = 2) -> list[dict[str, A
         path, [f"grpo={json.dumps(grpo)}", f"run.folder={folder}/run", "tasks.holdout=0", "evaluate.every=0"]
     )
     torch.set_num_threads(1)
-    with ExitStack() as ends:
-        parts = build_parts(recipe, folder, ends)
-        with Run.start(folder / "run", recipe, decode=parts.decode) as run:
-            asyncio.run(run_loops(parts, run))
+    parts = build_parts(recipe, folder)
+    with parts.ends, Run.start(folder / "run", recipe, decode=parts.decode) as run:
+        asyncio.run(run_loops(parts, run))
     return [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
 
 

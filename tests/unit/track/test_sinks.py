@@ -42,15 +42,15 @@ def test_nothing_is_asked_for_by_default(tmp_path: Path) -> None:
 def test_a_missing_package_is_named_with_its_remedy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sinks, "find_spec", lambda name: None)
     with pytest.raises(ConfigError) as caught:
-        build_sinks(recipe(tensorboard=True, wandb=True), tmp_path)
-    wanted = [problem.split(" needs ")[0] for problem in caught.value.problems]
-    assert wanted == ["run.tensorboard=true", "run.wandb=true"]
+        build_sinks(recipe(track=("tensorboard", "wandb")), tmp_path)
+    wanted = [problem.split(" is a ")[0] for problem in caught.value.problems]
+    assert wanted == ["run.track: tensorboard", "run.track: wandb"]
     assert all("pip install 'strop[track]'" in problem for problem in caught.value.problems)
 
 
 def test_tensorboard_gets_what_metrics_jsonl_gets(tmp_path: Path) -> None:
     """Also K05: no secret in any file of the run folder."""
-    cfg, folder = recipe(SECRETS, tensorboard=True), tmp_path / "run"
+    cfg, folder = recipe(SECRETS, track=("tensorboard",)), tmp_path / "run"
     watch = Watch(sinks=build_sinks(cfg, folder))
     asyncio.run(all_stages(Run.start(folder, cfg, decode=decode, watch=watch)))
     written = [row for row in rows.read_rows(folder / rows.METRICS) if row["stage"] == "grpo"]
@@ -76,7 +76,7 @@ def test_tensorboard_hides_what_a_killed_run_logged_too_much(tmp_path: Path) -> 
 
 def test_wandb_writes_an_offline_run(tmp_path: Path) -> None:
     """Also K05: no secret in any file of the run folder."""
-    cfg, folder = recipe(SECRETS, wandb=True), tmp_path / "run"
+    cfg, folder = recipe(SECRETS, track=("wandb",)), tmp_path / "run"
 
     async def train() -> None:
         run = Run.start(folder, cfg, decode=decode, watch=Watch(sinks=build_sinks(cfg, folder)))
