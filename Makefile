@@ -19,7 +19,7 @@ OVER_RANKS = $(if $(filter-out 1,$(RANKS)),engine.parallel.data=$(RANKS) engine.
 	$(if $(filter ray,$(RUNTIME)),engine.runtime.cpus_per_rank=0.5 sampler.actors=1))
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test ranks ray vllm check check-style check-imports check-budgets check-pages check-types bench parity mutants recipes docs clean
+.PHONY: help demo test ranks ray vllm check check-style check-imports check-budgets check-pages check-types bench parity mutants mutants-head recipes docs clean
 
 help:
 	@echo "make demo    install, train a small model on this machine (RECIPE=recipes/quickstart.yaml), show before and after"
@@ -29,6 +29,7 @@ help:
 	@echo "make vllm    run the sampler's whole suite on a real vLLM (VLLM_PYTHON=/path/to/python; without it one is installed)"
 	@echo "make check   install, run ruff, pyright, import-linter, the budgets, and compare generated pages"
 	@echo "make mutants install, break the algorithms in thousands of small ways, print what no test noticed (minutes)"
+	@echo "make mutants-head  the same of the output head (minutes)"
 	@echo "make recipes install, train every short recipe, check that each learned, write docs/results.md (an hour)"
 	@echo "make parity  install, compare every algorithm with verl's and TRL's own functions"
 	@echo "make bench   install, measure speed and memory beside other libraries, print ratios (minutes)"
@@ -71,6 +72,9 @@ docs: $(VENV)/.installed-dev
 
 mutants: $(VENV)/.installed-mutants
 	OMP_NUM_THREADS=1 $(BIN)/python tools/mutants.py --workers $(WORKERS)
+
+mutants-head: $(VENV)/.installed-mutants
+	OMP_NUM_THREADS=1 $(BIN)/python tools/mutants.py --head --workers $(WORKERS)
 
 recipes: $(VENV)/.installed-dev
 	$(BIN)/python tools/recipes.py --write --out runs/recipes-$(shell date +%Y%m%d-%H%M%S)

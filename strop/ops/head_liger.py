@@ -43,7 +43,6 @@ def liger(hidden_ND: Tensor, head: Head, picks_NJ: Tensor, temperature_N: Tensor
         )
     zeros_N, none_NK = torch.zeros_like(nll_N), picks_NJ.new_zeros((len(picks_NJ), 0))
     return Summary(
-        lse_N=zeros_N,
         picked_NJ=-nll_N[:, None],
         entropy_N=entropy_N if ask.entropy is Entropy.GRADIENT else entropy_N.detach(),
         square_sums_N=zeros_N,

@@ -19,13 +19,15 @@ import torch.distributed as dist
 from torch import Tensor
 
 from strop.ops.head import Ask, Entropy, Shard
-from strop.ops.head_tiles import Logits, Slope, Statistics, Summary, column_tiles, product, row_tiles
+from strop.ops.head_tiles import EVERY, Logits, Slope, Statistics, Summary, column_tiles, product, row_tiles
 
 
 class Kernels(Protocol):
     """The two passes over the vocabulary, which a device may do in its own way."""
 
-    def summarise(self, logits: Logits, picks_NJ: Tensor, ask: Ask, rows: int) -> Summary: ...
+    def summarise(self, logits: Logits, picks_NJ: Tensor, ask: Ask, rows: int) -> tuple[Summary, Tensor]:
+        """What each row gives, and its logsumexp."""
+        ...
 
     def by_logits(self, logits: Logits, slope: Slope, rows: slice, columns: slice, weights: list[Tensor]) -> Tensor:
         """The loss's derivative by the products of one tile."""
@@ -35,7 +37,7 @@ class Kernels(Protocol):
 class TorchKernels:
     """Both passes in plain torch, for every device and number format."""
 
-    def summarise(self, logits: Logits, picks_NJ: Tensor, ask: Ask, rows: int) -> Summary:
+    def summarise(self, logits: Logits, picks_NJ: Tensor, ask: Ask, rows: int) -> tuple[Summary, Tensor]:
         statistics = Statistics(logits, picks_NJ, ask)
         for columns in column_tiles(logits.width, rows, len(picks_NJ)):
             weights = logits.weights(columns)
@@ -110,9 +112,10 @@ class _Sums:
         self, grad_z: Tensor, rows: slice, columns: slice, weights: list[Tensor], by_w: list[Tensor | None]
     ) -> None:
         """Take in one tile's derivative by its products."""
-        for (x, _), weight, by_x, into in zip(self.logits.pairs, weights, self.by_x, by_w, strict=True):
+        for i, (x, _) in enumerate(self.logits.pairs):
+            by_x, into = self.by_x[i], by_w[i]
             if by_x is not None:
-                product(grad_z, weight, onto=by_x[rows])
+                product(grad_z, weights[i], onto=by_x[rows])
             if into is not None:
                 product(grad_z.t(), x[rows], onto=into)
         if self.by_bias_V is not None:
@@ -120,7 +123,8 @@ class _Sums:
 
     def write(self, columns: slice, by_w: list[Tensor | None]) -> None:
         """Round what was summed beside a narrow gradient, once."""
-        for narrow, wide in zip(self.by_w, by_w, strict=True):
+        for i, wide in enumerate(by_w):
+            narrow = self.by_w[i]
             if narrow is not None and wide is not None and narrow.dtype != wide.dtype:
                 narrow[columns].add_(wide)
 
@@ -130,7 +134,7 @@ class _Sums:
         for by_x in self.by_x:
             if by_x is not None and logits.shard is not None:
                 dist.all_reduce(by_x, group=logits.shard.group)
-        by_x = [None if g is None else g.to(x.dtype) for g, (x, _) in zip(self.by_x, logits.pairs, strict=True)]
+        by_x = [None if g is None else g.to(logits.pairs[i][0].dtype) for i, g in enumerate(self.by_x)]
         by_w = [g if g is not self.weight_grad_VD else None for g in self.by_w]
         by_bias = None if self.by_bias_V is None or logits.bias_V is None else self.by_bias_V.to(logits.bias_V.dtype)
         inner = (by_x[1], by_w[1]) if len(by_x) > 1 else (None, None)
@@ -138,15 +142,13 @@ class _Sums:
 
 
 def _zeros(like: Tensor, needed: bool, dtype: torch.dtype | None = None) -> Tensor | None:
-    return torch.zeros(like.shape, dtype=dtype or like.dtype, device=like.device) if needed else None
+    return like.new_zeros(like.shape, dtype=dtype) if needed else None
 
 
 def score(inputs: Inputs, run: Pass, kernels: Kernels) -> Summary:
     """Statistics of each row; `picked_NJ`, and the entropy if its gradient is asked for, carry gradients."""
-    picked, entropy, squares, ids, best, lse = _Stream.apply(*inputs.tensors(), run, kernels)  # pyright: ignore
-    return Summary(
-        lse_N=lse, picked_NJ=picked, entropy_N=entropy, square_sums_N=squares, top_ids_NK=ids, top_logprobs_NK=best
-    )
+    picked, entropy, squares, ids, best = _Stream.apply(*inputs.tensors(), run, kernels)  # pyright: ignore
+    return Summary(picked_NJ=picked, entropy_N=entropy, square_sums_N=squares, top_ids_NK=ids, top_logprobs_NK=best)
 
 
 class _Stream(torch.autograd.Function):
@@ -162,11 +164,11 @@ class _Stream(torch.autograd.Function):
         kernels: Kernels,
     ) -> tuple[Tensor, ...]:
         inputs = Inputs(hidden_ND=hidden_ND, weight_VD=weight_VD, bias_V=bias_V, inner_NR=inner_NR, b_VR=b_VR)
-        seen = kernels.summarise(run.logits(inputs), run.picks_NJ, run.ask, run.rows)
-        ctx.save_for_backward(*inputs.tensors(), seen.lse_N, seen.entropy_N)
+        seen, lse_N = kernels.summarise(run.logits(inputs), run.picks_NJ, run.ask, run.rows)
+        ctx.save_for_backward(*inputs.tensors(), lse_N, seen.entropy_N)
         ctx.run, ctx.kernels = run, kernels
         ctx.set_materialize_grads(False)
-        constant = [seen.square_sums_N, seen.top_ids_NK, seen.top_logprobs_NK, seen.lse_N]
+        constant = [seen.square_sums_N, seen.top_ids_NK, seen.top_logprobs_NK]
         constant += [] if run.ask.entropy is Entropy.GRADIENT else [seen.entropy_N]
         ctx.mark_non_differentiable(*constant)
         return seen.tensors()
@@ -202,10 +204,8 @@ RowLoss = Callable[[slice, Tensor, Tensor], Tensor]
 
 def learn(inputs: Inputs, run: Pass, loss: RowLoss) -> tuple[Summary, Tensor]:
     """Statistics of each row, without gradients, and the summed loss, whose `backward()` hands on what is known."""
-    total, picked, entropy, squares, ids, best, lse = _Fused.apply(*inputs.tensors(), run, loss)  # pyright: ignore
-    seen = Summary(
-        lse_N=lse, picked_NJ=picked, entropy_N=entropy, square_sums_N=squares, top_ids_NK=ids, top_logprobs_NK=best
-    )
+    total, picked, entropy, squares, ids, best = _Fused.apply(*inputs.tensors(), run, loss)  # pyright: ignore
+    seen = Summary(picked_NJ=picked, entropy_N=entropy, square_sums_N=squares, top_ids_NK=ids, top_logprobs_NK=best)
     return seen, total
 
 
@@ -224,8 +224,7 @@ class _Fused(torch.autograd.Function):
         inputs = Inputs(hidden_ND=hidden_ND, weight_VD=weight_VD, bias_V=bias_V, inner_NR=inner_NR, b_VR=b_VR)
         logits = run.logits(inputs)
         sums = _Sums(logits, ctx.needs_input_grad, run.weight_grad_VD)
-        everything = slice(0, logits.width)
-        by_w = sums.wide_weights(everything)
+        by_w = sums.wide_weights(EVERY)
         held = hidden_ND.new_empty(min(run.rows, len(hidden_ND)) * logits.width, dtype=logits.dtype)
         total = hidden_ND.new_zeros((), dtype=logits.dtype)
         seen: list[Summary] = []
@@ -233,14 +232,15 @@ class _Fused(torch.autograd.Function):
             summary, value = _learn_rows(logits, rows, run, loss, held, sums, by_w=by_w)
             seen.append(summary)
             total += value
-        sums.write(everything, by_w)
+        sums.write(EVERY, by_w)
         results = sums.results()
         ctx.given = [result is not None for result in results]
         ctx.save_for_backward(*(result for result in results if result is not None))
         ctx.in_place = run.weight_grad_VD is not None
         if not seen:  # no rows: statistics of nothing, in their shapes
-            seen = [Statistics(logits, run.picks_NJ, run.ask).summary()]
-        joined = [torch.cat(parts) for parts in zip(*(s.tensors() for s in seen), strict=True)]
+            seen = [Statistics(logits, run.picks_NJ, run.ask).summary()[0]]
+        parts = [summary.tensors() for summary in seen]
+        joined = [torch.cat([part[i] for part in parts]) for i in range(len(parts[0]))]
         ctx.mark_non_differentiable(*joined)
         return total, *joined
 
@@ -273,19 +273,19 @@ def _learn_rows(
     statistics = Statistics(few, run.picks_NJ[rows], run.ask)
     for span in columns:
         room = held[span.start * count : span.stop * count].view(count, -1)
-        statistics.fold(slice(0, count), span, few.tile(slice(0, count), span, logits.weights(span), out=room))
-    seen = statistics.summary()
-    value, slope = _differentiate(loss, rows, seen, run)
+        statistics.fold(EVERY, span, few.tile(EVERY, span, logits.weights(span), out=room))
+    seen, lse_N = statistics.summary()
+    value, slope = _differentiate(loss, rows, seen, lse_N, run)
     if slope is not None:
         for span in columns:
             z = held[span.start * count : span.stop * count].view(count, -1)
-            grad_z = slope.by_logits(few, slice(0, count), span, z)
+            grad_z = slope.by_logits(few, EVERY, span, z)
             tile = [None if w is None else w[span] for w in by_w]
             sums.add(grad_z, rows, span, logits.weights(span), tile)
     return seen, value
 
 
-def _differentiate(loss: RowLoss, rows: slice, seen: Summary, run: Pass) -> tuple[Tensor, Slope | None]:
+def _differentiate(loss: RowLoss, rows: slice, seen: Summary, lse_N: Tensor, run: Pass) -> tuple[Tensor, Slope | None]:
     """The summed loss of some rows, and its derivative by what they gave; None where nothing depends on them."""
     with torch.enable_grad():
         picked_NJ = seen.picked_NJ.detach().requires_grad_()
@@ -294,11 +294,11 @@ def _differentiate(loss: RowLoss, rows: slice, seen: Summary, run: Pass) -> tupl
         if not value.requires_grad:
             return value.detach(), None
         leaves = [picked_NJ, entropy_N] if entropy_N.requires_grad else [picked_NJ]
-        by_picked, *by_entropy = torch.autograd.grad(value, leaves, allow_unused=True, materialize_grads=True)
+        by_picked, *by_entropy = torch.autograd.grad(value, leaves, materialize_grads=True)
     return value.detach(), Slope(
         picks_NJ=run.picks_NJ[rows],
         by_picked_NJ=by_picked,
         by_entropy_N=by_entropy[0] if by_entropy else None,
-        lse_N=seen.lse_N,
+        lse_N=lse_N,
         entropy_N=seen.entropy_N,
     )

@@ -16,6 +16,7 @@ from torch import Tensor
 from strop.ops.head import COLUMNS, Ask, Entropy, Shard
 
 HALVES = (torch.bfloat16, torch.float16)
+EVERY = slice(None)
 BANNED = -1e30  # stands for -inf where 0 * -inf would be NaN
 
 
@@ -46,8 +47,8 @@ class Logits:
     def tile(self, rows: slice, columns: slice, weights: list[Tensor], out: Tensor | None = None) -> Tensor:
         """z [rows, columns]. `weights` are those of `pairs`, cut to the columns."""
         z = product(self.pairs[0][0][rows], weights[0].t(), out=out)
-        for (x_NR, _), w in zip(self.pairs[1:], weights[1:], strict=True):
-            product(x_NR[rows], w.t(), onto=z)
+        if len(self.pairs) > 1:
+            product(self.pairs[1][0][rows], weights[1].t(), onto=z)
         if self.bias_V is not None:
             z.add_(self.bias_V[columns]).clamp_(min=BANNED)
         if self.softcap is not None:
@@ -89,7 +90,7 @@ def product(a: Tensor, b: Tensor, *, onto: Tensor | None = None, out: Tensor | N
     a, b = a.to(wide), b.to(wide)
     if onto is not None:
         return onto.addmm_(a, b)
-    return torch.mm(a, b) if out is None else torch.mm(a, b, out=out)
+    return torch.mm(a, b, out=out)
 
 
 def row_tiles(total: int, rows: int) -> list[slice]:
@@ -106,7 +107,6 @@ def column_tiles(vocabulary: int, rows: int, total: int) -> list[slice]:
 class Summary:
     """What is known of each row once every tile has been seen. `picked` are logprobs of the tokens asked for."""
 
-    lse_N: Tensor
     picked_NJ: Tensor
     entropy_N: Tensor  # 0 unless asked for
     square_sums_N: Tensor  # 0 unless asked for
@@ -115,14 +115,7 @@ class Summary:
 
     def tensors(self) -> tuple[Tensor, ...]:
         """What may carry gradients first."""
-        return (
-            self.picked_NJ,
-            self.entropy_N,
-            self.square_sums_N,
-            self.top_ids_NK,
-            self.top_logprobs_NK,
-            self.lse_N,
-        )
+        return self.picked_NJ, self.entropy_N, self.square_sums_N, self.top_ids_NK, self.top_logprobs_NK
 
 
 class Statistics:
@@ -133,7 +126,7 @@ class Statistics:
         self.shard, self.first_token = logits.shard, logits.first_token
         rows = len(picks_NJ)
         lowest = torch.finfo(logits.dtype).min
-        self.max_N = torch.full((rows,), lowest, dtype=logits.dtype, device=picks_NJ.device)
+        self.max_N = picks_NJ.new_full((rows,), lowest, dtype=logits.dtype)
         self.sum_N, self.weighted_N, self.squares_N = (torch.zeros_like(self.max_N) for _ in range(3))
         self.picked_NJ = self.max_N.new_zeros(picks_NJ.shape)
         self.top_NK = self.max_N.new_full((rows, ask.top_k), lowest)
@@ -142,23 +135,23 @@ class Statistics:
     def fold(self, rows: slice, columns: slice, z: Tensor) -> None:
         """Take in the tile `z`, which stays as it is."""
         inside, local = within(self.picks_NJ[rows], columns, self.first_token)
-        self.picked_NJ[rows] += torch.where(inside, z.gather(-1, local), 0.0)
+        self.picked_NJ[rows] += torch.where(inside, z.gather(1, local), 0.0)
         if self.ask.top_k:
             self.keep_best(rows, columns, z)
-        highest = torch.maximum(self.max_N[rows], z.amax(-1))
-        self._rescale(rows, highest)
+        highest = torch.maximum(self.max_N[rows], z.amax(1))
+        self._rescale(highest, rows)
         shifted = z - highest[:, None]
         e = shifted.exp()
-        self.sum_N[rows] += e.sum(-1)
+        self.sum_N[rows] += e.sum(1)
         if self.ask.entropy is not Entropy.NONE:
-            self.weighted_N[rows] += shifted.mul_(e).sum(-1)
+            self.weighted_N[rows] += shifted.mul_(e).sum(1)
         if self.ask.square_sums:
-            self.squares_N[rows] += e.square_().sum(-1)
+            self.squares_N[rows] += e.square_().sum(1)
 
     def merge(self, max_N: Tensor, sum_N: Tensor, weighted_N: Tensor, squares_N: Tensor) -> None:
         """Take in the sums of other columns, which refer to a maximum of their own."""
         highest = torch.maximum(self.max_N, max_N)
-        self._rescale(slice(None), highest)
+        self._rescale(highest)
         shift = max_N - highest
         scale = shift.exp()
         self.weighted_N += (weighted_N + sum_N * shift) * scale
@@ -167,15 +160,15 @@ class Statistics:
 
     def keep_best(self, rows: slice, columns: slice, z: Tensor) -> None:
         """Of the likeliest tokens held and those of the tile `z`, the likeliest."""
-        best = z.topk(min(self.ask.top_k, z.shape[-1]), dim=-1)
+        best = z.topk(min(self.ask.top_k, z.shape[1]))
         self._keep(rows, best.values, best.indices + columns.start + self.first_token)
 
     def _keep(self, rows: slice, values_NK: Tensor, ids_NK: Tensor) -> None:
-        best = torch.cat([self.top_NK[rows], values_NK], -1).topk(self.ask.top_k, dim=-1)
-        self.top_ids_NK[rows] = torch.cat([self.top_ids_NK[rows], ids_NK], -1).gather(-1, best.indices)
+        best = torch.cat([self.top_NK[rows], values_NK], 1).topk(self.ask.top_k)
+        self.top_ids_NK[rows] = torch.cat([self.top_ids_NK[rows], ids_NK], 1).gather(1, best.indices)
         self.top_NK[rows] = best.values
 
-    def _rescale(self, rows: slice, highest: Tensor) -> None:
+    def _rescale(self, highest: Tensor, rows: slice = EVERY) -> None:
         """Refer the sums to a maximum that is as large or larger."""
         lowest = torch.finfo(highest.dtype).min
         shift = (self.max_N[rows] - highest).clamp_(min=lowest)  # finite, so that it times a sum of 0 is 0
@@ -187,13 +180,12 @@ class Statistics:
 
     def _reduce(self, shard: Shard) -> None:
         """Put the ranks' shares of the vocabulary together."""
-        every = slice(None)
         highest = self.max_N.clone()
         dist.all_reduce(highest, dist.ReduceOp.MAX, group=shard.group)
-        self._rescale(every, highest)
-        sums = torch.cat([torch.stack([self.sum_N, self.weighted_N, self.squares_N], -1), self.picked_NJ], -1)
+        self._rescale(highest)
+        sums = torch.cat([torch.stack([self.sum_N, self.weighted_N, self.squares_N], 1), self.picked_NJ], 1)
         dist.all_reduce(sums, group=shard.group)
-        self.sum_N, self.weighted_N, self.squares_N = sums[:, :3].unbind(-1)
+        self.sum_N, self.weighted_N, self.squares_N = sums[:, :3].unbind(1)
         self.picked_NJ = sums[:, 3:]
         if self.ask.top_k:
             ranks = dist.get_world_size(shard.group)
@@ -201,21 +193,21 @@ class Statistics:
             dist.all_gather(values, self.top_NK, group=shard.group)
             dist.all_gather(ids, self.top_ids_NK, group=shard.group)
             self.top_NK.fill_(torch.finfo(self.top_NK.dtype).min)
-            self._keep(every, torch.cat(values, -1), torch.cat(ids, -1))
+            self._keep(EVERY, torch.cat(values, 1), torch.cat(ids, 1))
 
-    def summary(self) -> Summary:
-        """The result, over all ranks that hold a share of the vocabulary."""
+    def summary(self) -> tuple[Summary, Tensor]:
+        """The result and the logsumexp [N], over all ranks that hold a share of the vocabulary."""
         if self.shard is not None:
             self._reduce(self.shard)
         log_sum_N = self.sum_N.log()
-        return Summary(
-            lse_N=self.max_N + log_sum_N,
+        found = Summary(
             picked_NJ=self.picked_NJ - self.max_N[:, None] - log_sum_N[:, None],
             entropy_N=log_sum_N - self.weighted_N / self.sum_N,
             square_sums_N=self.squares_N / self.sum_N.square(),
             top_ids_NK=self.top_ids_NK,
             top_logprobs_NK=self.top_NK - self.max_N[:, None] - log_sum_N[:, None],
         )
+        return found, self.max_N + log_sum_N
 
 
 def within(picks_NJ: Tensor, columns: slice, first_token: int) -> tuple[Tensor, Tensor]:
@@ -245,7 +237,7 @@ class Slope:
         if logits.softcap is not None:
             bend = (z * temperature).div_(logits.softcap).square_().neg_().add_(1.0)
         z.sub_(self.lse_N[rows, None])
-        constant_N = self.by_picked_NJ[rows].sum(-1)
+        constant_N = self.by_picked_NJ[rows].sum(1)
         if self.by_entropy_N is None:
             z.exp_().mul_(-constant_N[:, None])
         else:
@@ -254,6 +246,6 @@ class Slope:
             p = z.exp()
             z.mul_(-by_entropy_N[:, None]).sub_(constant_N[:, None]).mul_(p)
         inside, local = within(self.picks_NJ[rows], columns, logits.first_token)
-        z.scatter_add_(-1, local, torch.where(inside, self.by_picked_NJ[rows], 0.0))
+        z.scatter_add_(1, local, torch.where(inside, self.by_picked_NJ[rows], 0.0))
         z.div_(temperature)
         return z if bend is None else z.mul_(bend)

@@ -28,7 +28,7 @@ BAN = tl.constexpr(BANNED)
 class TritonKernels:
     """What `head_stream` asks of a device, by Triton."""
 
-    def summarise(self, logits: Logits, picks_NJ: Tensor, ask: Ask, rows: int) -> Summary:
+    def summarise(self, logits: Logits, picks_NJ: Tensor, ask: Ask, rows: int) -> tuple[Summary, Tensor]:
         statistics = Statistics(logits, picks_NJ, ask)
         count, width = len(picks_NJ), logits.width
         if count:

@@ -178,14 +178,14 @@ class _Question:
         _check_tokens("a target", targets_N, IGNORED, head.vocabulary)
         total = len(targets_N)
         index_N = torch.arange(total, device=targets_N.device)
-        if total and bool((targets_N == IGNORED).any()):
+        if bool((targets_N == IGNORED).any()):
             index_N = (targets_N != IGNORED).nonzero()[:, 0]
             hidden_ND, targets_N = hidden_ND[index_N], targets_N[index_N]
             ids_NK = None if ids_NK is None else ids_NK[index_N]
             temperature_N = temperature_N[index_N] if isinstance(temperature_N, Tensor) else temperature_N
         if ids_NK is not None:
             _check_tokens("an id", ids_NK, 0, head.vocabulary)
-        picks_NJ = targets_N[:, None] if ids_NK is None else torch.cat([targets_N[:, None], ids_NK], -1)
+        picks_NJ = targets_N[:, None] if ids_NK is None else torch.cat([targets_N[:, None], ids_NK], 1)
         return _Question(
             hidden_ND=hidden_ND,
             head=head,
@@ -266,19 +266,18 @@ def _plain(question: _Question) -> Summary:
     if temperature is not None:
         divisor = temperature[:, None].to(logits_NV.dtype) if isinstance(temperature, Tensor) else temperature
         logits_NV = logits_NV / divisor
-    logprobs_NV = logits_NV.log_softmax(-1)
+    logprobs_NV = logits_NV.log_softmax(1)
     zeros_N = logprobs_NV.new_zeros(len(logprobs_NV))
     entropy_N = zeros_N
     if ask.entropy is not Entropy.NONE:
         with torch.set_grad_enabled(ask.entropy is Entropy.GRADIENT and torch.is_grad_enabled()):
-            entropy_N = -(logprobs_NV.exp() * logprobs_NV).sum(-1)
+            entropy_N = -(logprobs_NV.exp() * logprobs_NV).sum(1)
     seen_NV = logprobs_NV.detach()
-    best = seen_NV.topk(ask.top_k, dim=-1)
+    best = seen_NV.topk(ask.top_k)
     return Summary(
-        lse_N=zeros_N,
-        picked_NJ=logprobs_NV.gather(-1, question.picks_NJ),
+        picked_NJ=logprobs_NV.gather(1, question.picks_NJ),
         entropy_N=entropy_N,
-        square_sums_N=seen_NV.mul(2.0).exp().sum(-1) if ask.square_sums else zeros_N,
+        square_sums_N=seen_NV.mul(2.0).exp().sum(1) if ask.square_sums else zeros_N,
         top_ids_NK=best.indices,
         top_logprobs_NK=best.values,
     )

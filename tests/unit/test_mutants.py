@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import tomllib
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -9,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tools import first_failure, mutants
-from tools.mutants import Mutant, changed_lines, parse, reasons, table
+from tools.mutants import HEAD, Mutant, Suite, changed_lines, parse, reasons, table
 
 OUTPUT = """
     strop.algos.kl.x__k3__mutmut_2: killed
@@ -58,15 +60,17 @@ def test_a_survivor_with_a_reason_still_counts_as_one() -> None:
 def test_survivors_are_written_with_their_reasons(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "reasons.toml").write_text(
         '["it is the same"]\n"strop.algos.kl.estimate" = ["y = 3"]\n"strop.algos.kl.gone" = ["y = 4"]\n'
+        '"strop.ops.head.of_another_suite" = ["y = 5"]\n'
     )
     monkeypatch.setattr(mutants, "EQUIVALENT", tmp_path / "reasons.toml")
-    monkeypatch.setattr(mutants, "SURVIVORS", tmp_path / "survivors.txt")
-    monkeypatch.setattr(mutants, "mutmut", lambda *arguments, quiet: "-y = 2\n+y = 3\n")
+    monkeypatch.setattr(Suite, "mutmut", lambda *arguments, quiet: "-y = 2\n+y = 3\n")
+    suite = Suite("mutmut", tmp_path, 0.9)
+    suite.survivors.parent.mkdir()
     found = parse(OUTPUT.splitlines())
-    explained, stale = mutants.explain(found)
+    explained, stale = mutants.explain(suite, found)
     assert explained == {"strop.algos.kl.x_estimate__mutmut_10"}
     assert stale == ["strop.algos.kl.gone: y = 4"]
-    written = (tmp_path / "survivors.txt").read_text()
+    written = suite.survivors.read_text()
     assert written.count("it is the same") == 1 and written.count("no reason is known") == 2
     assert Mutant("strop.algos.kl.x__k3__mutmut_2", "killed").name not in written
 
@@ -88,7 +92,17 @@ def test_tests_of_single_cases_go_first(request: pytest.FixtureRequest) -> None:
 def test_the_listed_reasons_name_functions_that_exist() -> None:
     root = Path(__file__).parents[2]
     for function, _ in reasons((root / "tools" / "equivalent_mutants.toml").read_text()):
-        path = root / "strop" / "data" / "packing.py"
-        if function.startswith("strop.algos."):
-            path = root / "strop" / "algos" / f"{function.split('.')[2]}.py"
+        path = root.joinpath(*function.split(".")[:3]).with_suffix(".py")
         assert f"def {function.rpartition('.')[2]}(" in path.read_text(), function
+
+
+def test_a_suite_of_its_own_is_laid_out_from_its_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every file that is mutated and every test that is chosen is there, through the links."""
+    monkeypatch.chdir(Path(__file__).parents[2])
+    suite = replace(HEAD, folder=tmp_path / "head")
+    for _ in range(2):
+        suite.lay_out()
+    table = tomllib.loads((suite.folder / "pyproject.toml").read_text())["tool"]["mutmut"]
+    assert table == tomllib.loads(Path("pyproject.toml").read_text())["tool"]["mutmut-head"]
+    for path in [*table["only_mutate"], *table["pytest_add_cli_args_test_selection"]]:
+        assert (suite.folder / path).exists(), path

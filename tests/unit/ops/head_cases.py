@@ -17,7 +17,11 @@ from strop.ops.logprobs import Entropy, Head, HeadImpl, LowRank, Scored, learn_t
 
 ROWS, COLUMNS = 8, 5  # of a tile in these tests: several tiles each way, the last ones not full
 TRITON = pytest.param(
-    "triton", marks=pytest.mark.skipif(find_spec("triton") is None, reason="triton has no wheel for this system")
+    "triton",
+    marks=[
+        pytest.mark.interpreted,
+        pytest.mark.skipif(find_spec("triton") is None, reason="triton has no wheel for this system"),
+    ],
 )
 STREAMS = ["chunked", TRITON, "learned"]  # `learned` is what `fused` does with a loss
 FORMS = ["plain", *STREAMS]

@@ -203,6 +203,7 @@ def test_tiles_of_few_rows_are_wide() -> None:
     assert column_tiles(13, 8, 8) == column_tiles(13, 8, 5) == column_tiles(13, 8, 19)
     assert column_tiles(13, 8, 3) == column_tiles(13, 8, 4) == [slice(0, 10), slice(10, 13)]
     assert column_tiles(13, 8, 1) == column_tiles(13, 8, 0) == [slice(0, 13)]
+    assert column_tiles(50, 8, 1) == column_tiles(50, 8, 0) == [slice(0, 40), slice(40, 50)]
     assert row_tiles(19, 8) == [slice(0, 8), slice(8, 16), slice(16, 19)] and row_tiles(0, 8) == []
 
 
@@ -372,10 +373,12 @@ def test_no_rows(form: str) -> None:
 def test_bfloat16_gradients_are_rounded_once(form: str) -> None:
     """Sums over 640 rows run in float32: the result is the exact one to bfloat16's own rounding."""
     made = case(n=96 if form == "triton" else 640, d=8)
-    coarse = replace(made, hidden=made.hidden.bfloat16(), weight=made.weight.bfloat16())
-    exact = gradients("plain", replace(coarse, hidden=coarse.hidden.double(), weight=coarse.weight.double()))
+    made = replace(made, bias=torch.linspace(-1.0, 1.0, 13))
+    coarse = replace(made, **{name: t.bfloat16() for name, t in made.leaves().items()})
+    exact = gradients("plain", replace(coarse, **{name: t.double() for name, t in coarse.leaves().items()}))
+    assert run(form, coarse.live())[1].dtype == torch.float32
     got = gradients(form, coarse, rows=16)
-    for name in ("hidden", "weight"):
+    for name in ("hidden", "weight", "bias"):
         g, e = got[name], exact[name]
         assert g is not None and e is not None and g.dtype == torch.bfloat16
         assert ((g.double() - e).abs() <= 2**-8 * e.abs() + 1e-4 * e.abs().max()).all()
@@ -395,6 +398,9 @@ def test_the_weights_gradient_can_be_added_in_place(form: str, dtype: torch.dtyp
     assert live.weight.grad is begun
     assert torch.allclose(begun.double(), 1.0 + alone.double(), rtol=0, atol=1e-5 if dtype == torch.float32 else 0.02)
     assert live.hidden.grad is not None and torch.equal(live.hidden.grad, gradients(form, of)["hidden"])  # type: ignore
+    beside, apart = torch.ones_like(live.weight), of.live()
+    run(form, apart, weight_grad_VD=beside)[1].backward()
+    assert apart.weight.grad is None and torch.equal(beside, begun)
     frozen = of.live()
     frozen.weight.requires_grad_(False)
     run(form, frozen, weight_grad_VD=begun)[1].backward()
@@ -420,6 +426,9 @@ def test_an_entropy_to_look_at_has_the_value_and_no_gradient(form: str) -> None:
     assert seen is not None and live is not None
     assert torch.equal(seen, live) and not seen.requires_grad
     assert live.requires_grad is (form != "learned")
+    looked, _ = run(form, of, entropy=Entropy.NONE, top_k=2, square_sums=True)
+    assert looked.square_sums_N is not None and not looked.square_sums_N.requires_grad
+    assert looked.top_k_logprobs_NK is not None and not looked.top_k_logprobs_NK.requires_grad
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -431,6 +440,9 @@ def test_tokens_outside_the_vocabulary_are_refused(form: str) -> None:
     for bad in (13, -1):
         with pytest.raises(ValueError, match=f"an id is {bad}, outside a vocabulary of 13"):
             run(form, replace(of, ids=torch.full((19, 1), bad)))
+    both = of.targets.index_fill(0, torch.tensor([4]), 13).index_fill(0, torch.tensor([5]), -1)
+    with pytest.raises(ValueError, match=r"a target is 13, .*: targets are tokens or -1 .ignored., ids are tokens$"):
+        run(form, replace(of, targets=both))
     with pytest.raises(ValueError, match="the 14 likeliest of 13 tokens"):
         run(form, of, top_k=14)
     assert run(form, of, top_k=13)[0].top_k_ids_NK is not None
@@ -445,6 +457,8 @@ def test_float32_in_is_float32_out(form: str) -> None:
     assert kinds.pop("top_k_ids_NK") == torch.int64 and set(kinds.values()) == {torch.float32}
     wide, _ = run("plain", of)
     assert torch.allclose(scored.logprobs_N.double(), wide.logprobs_N, rtol=0, atol=1e-5)
+    half = replace(of, hidden=of.hidden.bfloat16(), weight=of.weight.bfloat16(), bias=None, a=None)
+    assert {run(form, half)[0].logprobs_N.dtype, run(form, half)[1].dtype} == {torch.float32}
 
 
 def test_a_uniform_row_has_the_logprob_of_chance() -> None:

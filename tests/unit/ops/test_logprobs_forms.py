@@ -11,8 +11,10 @@ import torch
 from torch import Tensor
 
 from strop.errors import ConfigError
-from strop.ops import logprobs
-from strop.ops.head import Shard
+from strop.ops import head_liger, logprobs
+from strop.ops.head import Ask, Shard
+from strop.ops.head_stream import TorchKernels
+from strop.ops.head_tiles import Summary
 from strop.ops.logprobs import Entropy, Head, HeadImpl, require, score_targets
 from tests.unit.ops.head_cases import Case, case, run
 
@@ -35,7 +37,9 @@ def test_a_package_that_is_not_installed_is_named(
     monkeypatch: pytest.MonkeyPatch, impl: HeadImpl, package: str
 ) -> None:
     monkeypatch.setattr(logprobs, "find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match=f"engine.head={impl} needs the package {package}: pip install {package}"):
+    others = "or take plain, chunked or fused"
+    words = f"^engine.head={impl} needs the package {package}: pip install {package}, {others}$"
+    with pytest.raises(ConfigError, match=words):
         require(impl, device=CPU, dtype=torch.float32)
     for own in (HeadImpl.PLAIN, HeadImpl.CHUNKED, HeadImpl.FUSED):
         require(own, device=CPU, dtype=torch.float32, softcap=1.0, bias=True)
@@ -44,11 +48,51 @@ def test_a_package_that_is_not_installed_is_named(
 def test_triton_needs_a_gpu_or_its_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
     triton = pytest.importorskip("triton", reason="triton has no wheel for this system")
     monkeypatch.setattr(triton.knobs.runtime, "interpret", False)
-    with pytest.raises(ConfigError, match="needs a GPU"):
+    words = (
+        r"^engine.head=triton needs a GPU .or TRITON_INTERPRET=1, which is for tests., and the model is on the CPU: "
+        r"take plain, chunked or fused$"
+    )
+    with pytest.raises(ConfigError, match=words):
         require(HeadImpl.TRITON, device=CPU, dtype=torch.float32)
     require(HeadImpl.TRITON, device=torch.device("cuda"), dtype=torch.bfloat16, softcap=1.0, bias=True)
-    with pytest.raises(ConfigError, match=r"torch\.float64"):
+    with pytest.raises(ConfigError, match=r"^engine.head=triton multiplies no torch\.float64 on a GPU: take plain, c"):
         require(HeadImpl.TRITON, device=torch.device("cuda"), dtype=torch.float64)
+
+
+def test_the_triton_form_asks_its_kernels_what_the_chunked_form_asks_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    head_triton = pytest.importorskip("strop.ops.head_triton", reason="triton has no wheel for this system")
+    monkeypatch.setattr(head_triton, "TritonKernels", TorchKernels)
+    summed, found = [], []
+    for form in ("chunked", "triton"):
+        of, into = case(full=True).live(), torch.zeros(13, 3, dtype=torch.float64)
+        scored, total = run(form, of, weight_grad_VD=into)
+        total.backward()
+        assert of.hidden.grad is not None and of.weight.grad is None and into.any()
+        found.append([scored.logprobs_N, of.hidden.grad, into])
+        summed.append(total.item())
+    assert summed[0] == summed[1] and all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+def test_the_liger_form_is_given_what_was_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[object] = []
+
+    def given(hidden: Tensor, head: Head, picks: Tensor, temperature: Tensor | float | None, ask: Ask) -> Summary:
+        seen.extend((hidden, head, picks.tolist(), temperature, ask))
+        some_N, some_NK = hidden[:, 0], picks[:, :0]
+        return Summary(
+            picked_NJ=hidden[:, :1], entropy_N=some_N, square_sums_N=some_N,
+            top_ids_NK=some_NK, top_logprobs_NK=some_NK.float(),
+        )  # fmt: skip
+
+    monkeypatch.setattr(head_liger, "liger", given)
+    of = case(temperature=0.7)
+    head = of.head()
+    found = score_targets(
+        of.hidden, head, of.targets, temperature_N=0.7, entropy=Entropy.VALUE, impl=HeadImpl.LIGER, square_sums=True
+    )
+    wanted = [of.hidden, head, of.targets[:, None].tolist(), 0.7, Ask(entropy=Entropy.VALUE, square_sums=True)]
+    assert all(one is other or one == other for one, other in zip(seen, wanted, strict=True))
+    assert torch.equal(found.logprobs_N, of.hidden[:, 0])
 
 
 @needs_liger
@@ -58,10 +102,12 @@ def test_triton_needs_a_gpu_or_its_interpreter(monkeypatch: pytest.MonkeyPatch) 
      ({"softcap": 30.0, "bias": True}, "a soft cap and a bias, take")],
 )  # fmt: skip
 def test_liger_does_not_take_every_model(asked: dict[str, Any], lacking: str) -> None:
-    with pytest.raises(ConfigError, match=f"engine.head=liger: this model's head has {lacking}"):
+    words = f"^engine.head=liger: this model's head has {lacking} plain, chunked or fused$"
+    with pytest.raises(ConfigError, match=words):
         require(HeadImpl.LIGER, device=CPU, dtype=torch.float32, **asked)
 
 
+@pytest.mark.interpreted
 @needs_liger
 @pytest.mark.parametrize("temperature", [None, 0.7, torch.linspace(0.5, 2.0, 19)])
 @pytest.mark.parametrize("entropy", list(Entropy))
@@ -84,6 +130,7 @@ def test_liger_gives_what_the_plain_head_gives(temperature: Tensor | float | Non
         assert one is not None and other is not None and torch.allclose(one, other, rtol=0, atol=1e-4)
 
 
+@pytest.mark.interpreted
 @needs_liger
 def test_ligers_gradients_are_finite_differences() -> None:
     """It computes in float32 whatever goes in, so the differences are coarse."""
@@ -115,7 +162,9 @@ def test_liger_refuses_what_it_cannot_do() -> None:
     with pytest.raises(ValueError, match="a vocabulary split over ranks"):
         head = Head(weight_VD=of.weight, shard=shard)
         score_targets(of.hidden, head, of.targets, impl=HeadImpl.LIGER)
-    with pytest.raises(ValueError, match="plain head does not split the vocabulary"):
+    with pytest.raises(
+        ValueError, match=r"^the plain head does not split the vocabulary over ranks: take chunked, fused or triton$"
+    ):
         score_targets(of.hidden, Head(weight_VD=of.weight, shard=shard), of.targets, impl=HeadImpl.PLAIN)
 
 

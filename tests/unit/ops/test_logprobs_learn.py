@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor
@@ -111,6 +113,21 @@ def test_the_sum_may_be_scaled_unless_the_weights_gradient_was_added() -> None:
     assert torch.allclose(begun, a["weight"], rtol=0, atol=1e-12)
     with pytest.raises(ValueError, match=r"scaled by 2\.0, but the weight's gradient has been added already"):
         (total * 2.0).backward()
+
+
+def test_gradients_wait_in_the_formats_of_their_inputs() -> None:
+    """Summed in float32, kept until the backward pass as bfloat16 where that is what goes in."""
+    made, bias = case(), torch.linspace(-1.0, 1.0, 13).bfloat16()
+    of = replace(made, hidden=made.hidden.bfloat16(), weight=made.weight.float(), bias=bias).live()
+    kept: list[Tensor] = []
+
+    def pack(t: Tensor) -> Tensor:
+        kept.append(t)
+        return t
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        learn_targets(of.hidden, of.head(), of.targets, lambda rows, at: at.logprobs_N.sum(), rows=ROWS)
+    assert [(t.dtype, t.shape) for t in kept] == [(t.dtype, t.shape) for t in of.leaves().values()]
 
 
 def test_every_row_ignored() -> None:

@@ -1,7 +1,10 @@
-"""The vocabulary split over two ranks: every rank gives what one process gives, and the gradients of its own share."""
+"""The vocabulary split over ranks: every rank gives what one process gives, and the gradients of its own share."""
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -12,6 +15,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import Tensor
 
+from strop.ops import head_stream, head_tiles
 from strop.ops.logprobs import Entropy, Head, HeadImpl, Scored, Shard, learn_targets, score_targets
 from tests.unit.ops.head_cases import ROWS, Case, case, gradients, mixed, run, small_tiles
 
@@ -20,12 +24,9 @@ PARTS = [slice(0, 9), slice(9, 13)]  # unequal, and neither fills its tiles
 OUTPUTS = ("logprobs_N", "entropy_N", "ids_logprobs_NK", "square_sums_N", "top_k_ids_NK", "top_k_logprobs_NK")
 
 
-def share(of: Case, rank: int) -> tuple[Case, Head]:
-    part = PARTS[rank]
+def share(of: Case, part: slice, group: dist.ProcessGroup) -> tuple[Case, Head]:
     assert of.bias is not None and of.b is not None
     mine = replace(of, weight=of.weight[part], bias=of.bias[part], b=of.b[part]).live()
-    group = dist.group.WORLD
-    assert group is not None
     return mine, replace(mine.head(), shard=Shard(group=group, start=part.start, size=13))
 
 
@@ -38,34 +39,101 @@ def score_share(form: str, mine: Case, head: Head) -> tuple[Scored, Tensor]:
     return scored, mixed(torch.arange(len(mine.targets)), scored)
 
 
-def compare(rank: int, folder: Path) -> None:
-    """One rank's side; leaves a file when everything was the same."""
+FAR = case(full=True, softcap=None, bias=torch.linspace(-900.0, -895.0, 13, dtype=torch.float64))
+CASES = [case(full=True), case(full=True, ids=None, softcap=None), case(n=3, full=True)]
+
+
+def compare(form: str, of: Case, part: slice, group: dist.ProcessGroup) -> None:
+    """One rank's side."""
+    whole, _ = run("plain", of, top_k=6, square_sums=True)
+    wanted = gradients("plain", of)
+    mine, head = share(of, part, group)
+    scored, total = score_share(form, mine, head)
+    for name in OUTPUTS:
+        one, other = getattr(scored, name), getattr(whole, name)
+        assert (one is None) == (other is None), name
+        assert one is None or torch.allclose(one.double(), other.double(), rtol=0, atol=1e-12), name
+    total.backward()
+    for name, leaf in mine.leaves().items():
+        whole_grad = wanted[name]
+        assert leaf.grad is not None and whole_grad is not None
+        right = whole_grad if name in ("hidden", "a") else whole_grad[part]
+        assert torch.allclose(leaf.grad, right, rtol=0, atol=1e-12), (form, name)
+
+
+def process(rank: int, folder: Path) -> None:
+    """Leaves a file when everything was the same."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder / 'store'}", rank=rank, world_size=2)
+    group = dist.group.WORLD
+    assert group is not None
     with pytest.MonkeyPatch.context() as patch:
         small_tiles(patch)
-        for of in (case(full=True), case(full=True, ids=None, softcap=None), case(n=3, full=True)):
-            whole, _ = run("plain", of, top_k=6, square_sums=True)
-            wanted = gradients("plain", of)
+        for of in CASES:
             for form in FORMS if len(of.hidden) == 3 else FORMS[:2]:
-                mine, head = share(of, rank)
-                scored, total = score_share(form, mine, head)
-                for name in OUTPUTS:
-                    one, other = getattr(scored, name), getattr(whole, name)
-                    assert (one is None) == (other is None), name
-                    assert one is None or torch.allclose(one.double(), other.double(), rtol=0, atol=1e-12), name
-                total.backward()
-                for name, leaf in mine.leaves().items():
-                    whole_grad = wanted[name]
-                    assert leaf.grad is not None and whole_grad is not None
-                    part = whole_grad if name in ("hidden", "a") else whole_grad[PARTS[rank]]
-                    assert torch.allclose(leaf.grad, part, rtol=0, atol=1e-12), (form, name)
+                compare(form, of, PARTS[rank], group)
     dist.destroy_process_group()
     (folder / f"same-{rank}").touch()
 
 
+class Threads:
+    """Ranks that are threads of this process, and the collectives of `torch.distributed` that the head calls."""
+
+    ReduceOp = dist.ReduceOp
+
+    def __init__(self, ranks: int) -> None:
+        self.barrier = threading.Barrier(ranks, timeout=60)
+        self.given = [torch.zeros(0)] * ranks
+        self.local = threading.local()
+
+    def everyones(self, mine: Tensor, group: object) -> list[Tensor]:
+        assert group is self
+        self.given[self.local.rank] = mine.clone()
+        self.barrier.wait()
+        found = list(self.given)
+        self.barrier.wait()
+        return found
+
+    def all_reduce(self, tensor: Tensor, op: object = dist.ReduceOp.SUM, group: object = None) -> None:
+        found = torch.stack(self.everyones(tensor, group))
+        tensor.copy_(found.amax(0) if op == dist.ReduceOp.MAX else found.sum(0))
+
+    def all_gather(self, into: list[Tensor], tensor: Tensor, group: object = None) -> None:
+        for place, found in zip(into, self.everyones(tensor, group), strict=True):
+            place.copy_(found)
+
+    def get_world_size(self, group: object = None) -> int:
+        assert group is self
+        return len(self.given)
+
+    def run(self, body: Callable[[int], None]) -> None:
+        def of(rank: int) -> None:
+            self.local.rank = rank
+            try:
+                body(rank)
+            except BaseException:
+                self.barrier.abort()
+                raise
+
+        with ThreadPoolExecutor(len(self.given)) as pool:
+            assert list(pool.map(of, range(len(self.given)))) == [None] * len(self.given)
+
+
+@pytest.mark.parametrize("form", FORMS[:2])
+@pytest.mark.parametrize("of", [*CASES, FAR], ids=["full", "no-ids", "few-rows", "far-below-0"])
+@pytest.mark.parametrize("parts", [PARTS, [slice(0, 2), slice(2, 11), slice(11, 13)]], ids=["two", "three"])
+def test_ranks_as_threads_give_what_one_gives(
+    monkeypatch: pytest.MonkeyPatch, form: str, of: Case, parts: list[slice]
+) -> None:
+    small_tiles(monkeypatch)
+    threads = Threads(len(parts))
+    monkeypatch.setattr(head_tiles, "dist", threads)
+    monkeypatch.setattr(head_stream, "dist", threads)
+    threads.run(lambda rank: compare(form, of, parts[rank], threads))  # type: ignore[arg-type]
+
+
 def test_two_ranks_give_what_one_process_gives(tmp_path: Path) -> None:
-    mp.spawn(compare, args=(tmp_path,), nprocs=2)  # type: ignore[no-untyped-call]
+    mp.spawn(process, args=(tmp_path,), nprocs=2)  # type: ignore[no-untyped-call]
     assert sorted(path.name for path in tmp_path.glob("same-*")) == ["same-0", "same-1"]
 
 
