@@ -99,9 +99,10 @@ def arrange(
 ) -> Arrangement:
     """Batches of at most `max_tokens` tokens and about equal cost, costliest first, a multiple of `data_parallel`.
 
-    Takes one text at least, and none longer than `max_tokens`. Batches that nothing is left for come last and hold one
-    token each, the first of the first text: it has no target, so it trains nothing. `whole_groups` keeps each group in
-    one batch, with a prefix or without: every text is then a first one, and `group_sizes` are at most `max_tokens`.
+    Takes one text at least, and none longer than `max_tokens`. Batches that nothing is left for, which are in the last
+    round, hold one token each, the first of the first text: it has no target, so it trains nothing. `whole_groups` keeps
+    each group in one batch, with a prefix or without: every text is then a first one, and `group_sizes` are at most
+    `max_tokens`.
     """
     prefix_S = _prefixes(texts, share_prefixes)
     own_S = texts.length_S - prefix_S
@@ -126,15 +127,16 @@ def arrange(
     prefix_at_S = np.searchsorted(rank_B[bundle_S], rank_B[bundle_S])
     is_branch_S = (prefix_B[bundle_S] > 0) & (prefix_at_S != np.arange(len(order_S)))
 
-    spare = np.arange(np.count_nonzero(np.diff(bound_B) == 0))
-    bound_B[bins - len(spare) + 1 :] += 1 + spare
-    at_first = np.zeros_like(spare)
+    parent_S = np.where(is_branch_S, prefix_at_S - bound_B[bin_B[bundle_S]], -1)
+
+    empty = np.flatnonzero(np.diff(bound_B) == 0)
+    at = bound_B[empty]
     return Arrangement(
-        start_S=_both(_both(texts.start_S[heads], texts.start_S + prefix_S)[order_S], texts.start_S[at_first]),
-        length_S=_both(_both(prefix_S[heads], own_S)[order_S], np.ones_like(spare)),
-        unit_S=_both(_both(texts.unit_S[heads], texts.unit_S)[order_S], texts.unit_S[at_first]),
-        parent_S=_both(np.where(is_branch_S, prefix_at_S - bound_B[bin_B[bundle_S]], -1), at_first - 1),
-        bound_B=bound_B,
+        start_S=np.insert(_both(texts.start_S[heads], texts.start_S + prefix_S)[order_S], at, texts.start_S[0]),
+        length_S=np.insert(_both(prefix_S[heads], own_S)[order_S], at, 1),
+        unit_S=np.insert(_both(texts.unit_S[heads], texts.unit_S)[order_S], at, texts.unit_S[0]),
+        parent_S=np.insert(parent_S, at, -1),
+        bound_B=bound_B + np.searchsorted(empty, np.arange(bins + 1)),
     )
 
 

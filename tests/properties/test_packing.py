@@ -8,14 +8,15 @@ from dataclasses import fields, replace
 import numpy as np
 import pytest
 import torch
-from hypothesis import assume, given
+from hypothesis import assume, example, given
 from hypothesis import strategies as st
 
 from strop.algos.losses import PolicyInputs
 from strop.config.recipe import TooLong
 from strop.data.packing import Batch, Example, pack_examples, train_only, with_inputs
+from strop.data.pairs import Fit, Preference, pack_pairs
 from strop.errors import DataError
-from strop.types import Completion, Group, Segment, Stop, Trajectory
+from strop.types import Completion, Group, Layout, Segment, Stop, Trajectory
 from tests.unit.data.groups import attempt, pack, segment, spare, texts, trained
 
 WEIGHTINGS = ("token_mean", "token_sum", "sequence_mean_token_mean", "sequence_mean_token_sum", "constant_horizon")
@@ -131,6 +132,46 @@ def test_every_token_once_and_every_trained_row_alike(
         assert all(row.weight == 1.0 for row in rows)
     tokens = sum(len(batch) for batch in shared.batches if not spare(batch))
     assert tokens <= sum(len(batch) for batch in real)
+
+
+@given(
+    st.lists(st.tuples(st.integers(1, 5), st.integers(1, 4), st.integers(1, 4)), min_size=1, max_size=24),
+    st.integers(18, 40),
+    st.integers(1, 6),
+    st.booleans(),
+)
+@example([(4, 1, 1), (5, 3, 1), (3, 1, 1), (4, 2, 3)], 18, 3, False)
+def test_what_belongs_together_is_in_one_batch_and_spare_ones_are_in_the_last_round(
+    lengths: list[tuple[int, int, int]], max_tokens: int, data_parallel: int, share_prefixes: bool
+) -> None:
+    """Pairs, since a text of one that is alone in its batch would be compared with nothing. Ranks with nothing left may
+    be any of the last round, whose batches go to whom has least so far."""
+    pairs = [
+        Preference(task_id=f"t{p}", chosen=own(p, prompt, chosen), rejected=own(p, prompt, rejected), margin=0.0)
+        for p, (prompt, chosen, rejected) in enumerate(lengths)
+    ]
+    fit = Fit(max_tokens=max_tokens, share_prefixes=share_prefixes, data_parallel=data_parallel, too_long=TooLong.ERROR)
+    batches = pack_pairs(pairs, fit).batches
+    assert len(batches) % data_parallel == 0 and all(0 < len(batch) <= max_tokens for batch in batches)
+    seen: list[int] = []
+    for batch in batches:
+        at_row, trained = batch.tokens_T.tolist(), batch.mask_T
+        for p in set(batch.inputs.pair_T[trained].tolist()):
+            rows = trained & (batch.inputs.pair_T == p)
+            (pair,) = {at_row[t] for t in rows.nonzero().flatten().tolist()}
+            assert [int((rows & (batch.inputs.chosen_T == side)).sum()) for side in (True, False)] == list(
+                lengths[pair][1:]
+            )
+            seen.append(pair)
+    assert sorted(seen) == list(range(len(lengths)))
+    empty = [b for b, batch in enumerate(batches) if not batch.mask_T.any()]
+    assert all(batches[b].layout == Layout((1,), (-1,)) for b in empty)
+    assert all(b >= len(batches) - data_parallel for b in empty) or len(lengths) < len(batches)
+
+
+def own(p: int, prompt: int, reply: int) -> Example:
+    """A text of pair p, all of whose tokens are p."""
+    return Example(np.full(prompt + reply, p, np.int32), np.arange(prompt + reply) >= prompt, f"t{p}")
 
 
 @given(
