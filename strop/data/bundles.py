@@ -99,8 +99,8 @@ def arrange(
 ) -> Arrangement:
     """Batches of at most `max_tokens` tokens and about equal cost, costliest first, a multiple of `data_parallel`.
 
-    Takes one text at least, and none longer than `max_tokens`. Batches that nothing is left for, which are in the last
-    round, hold one token each, the first of the first text: it has no target, so it trains nothing. `whole_groups` keeps
+    Takes one text at least, and none longer than `max_tokens`. Batches that nothing is left for are in the last round
+    and hold one token each, the first of the first text: it has no target, so it trains nothing. `whole_groups` keeps
     each group in one batch, with a prefix or without: every text is then a first one, and `group_sizes` are at most
     `max_tokens`.
     """
