@@ -42,7 +42,8 @@ class Desk:
     def __init__(self, sampler: Sampler) -> None:
         self._sampler = sampler
         self._running: dict[int, asyncio.Task[Completion]] = {}
-        self._ended: list[Ended] = []
+        self._ended: list[Ended] = []  # that nobody is known to have
+        self._had = 0  # how many were before these
         self._change = asyncio.Event()
         self._listener = 0
 
@@ -59,18 +60,19 @@ class Desk:
             if number in self._running:
                 self._running.pop(number).cancel()
 
-    async def ended(self) -> list[Ended]:
-        """Wait until something has ended; all that has. Whoever asks later takes over: an earlier call gets nothing."""
+    async def ended(self, had: int) -> list[Ended]:
+        """Wait until more than the first `had` have ended; all of those. They are told again to whoever asks again,
+        since an answer may be lost with the one who asked. Whoever asks later takes over: an earlier call gets
+        nothing."""
         self._listener += 1
         me = self._listener
         self._change.set()
+        self._ended = self._ended[had - self._had :]
+        self._had = had
         while me == self._listener and not self._ended:
             self._change.clear()
             await self._change.wait()
-        if me != self._listener:
-            return []
-        found, self._ended = self._ended, []
-        return found
+        return list(self._ended) if me == self._listener else []
 
     def _note(self, number: int, drawing: asyncio.Task[Completion]) -> None:
         """Put in the tray what became of a request. Whatever went wrong must reach who waits for it."""
@@ -95,7 +97,7 @@ class Way(Protocol):
 
     async def drop(self, numbers: list[int]) -> None: ...
 
-    async def ended(self) -> list[Ended]: ...
+    async def ended(self, had: int) -> list[Ended]: ...
 
 
 class Mail:
@@ -104,6 +106,7 @@ class Mail:
     def __init__(self, way: Way) -> None:
         self._way = way
         self._number = 0
+        self._had = 0  # how many have ended, that this end knows of
         self._leaving: list[Asked] = []
         self._waiting: dict[int, asyncio.Future[Completion]] = {}
         self._listening: asyncio.Task[None] | None = None
@@ -152,10 +155,11 @@ class Mail:
         """Hand out what has ended, as long as anybody waits."""
         while self._waiting:
             try:
-                arrived = await self._way.ended()
+                arrived = await self._way.ended(self._had)
             except StropError as error:
                 self._fail(error)
                 return
+            self._had += len(arrived)
             for one in arrived:
                 future = self._waiting.get(one.number)
                 if future is None or future.done():  # given up meanwhile

@@ -50,8 +50,8 @@ class Host:
     async def drop(self, numbers: list[int]) -> None:
         self._desk.drop(numbers)
 
-    async def ended(self) -> list[Ended]:
-        return await self._desk.ended()
+    async def ended(self, had: int) -> list[Ended]:
+        return await self._desk.ended(had)
 
     async def score(self, prompt: Prompt) -> Float32s:
         return await self.sampler.score(prompt)
@@ -122,8 +122,8 @@ class RaySampler:
     async def drop(self, numbers: list[int]) -> None:
         await self._ask(self.actor.drop.remote(numbers))
 
-    async def ended(self) -> list[Ended]:
-        return await self._ask(self.actor.ended.remote())
+    async def ended(self, had: int) -> list[Ended]:
+        return await self._ask(self.actor.ended.remote(had))
 
     async def score(self, prompt: Prompt) -> Float32s:
         return await self._ask(self.actor.score.remote(prompt))

@@ -52,10 +52,10 @@ class Near:
     async def drop(self, numbers: list[int]) -> None:
         self.desk.drop(numbers)
 
-    async def ended(self) -> list[Ended]:
+    async def ended(self, had: int) -> list[Ended]:
         self.messages += 1
         lost = asyncio.ensure_future(self.gone.wait())
-        answer = asyncio.ensure_future(self.desk.ended())
+        answer = asyncio.ensure_future(self.desk.ended(had))
         await asyncio.wait({lost, answer}, return_when=asyncio.FIRST_COMPLETED)
         lost.cancel()
         if answer.done():
@@ -144,18 +144,31 @@ def test_everybody_who_waits_hears_that_the_desk_is_gone() -> None:
 
 
 def test_a_listener_that_was_cut_off_takes_nothing_from_the_next() -> None:
-    """An event loop ends while somebody listens; the next one's answers are not swallowed by the message before."""
+    """An event loop ends while somebody listens; the next one's answers are not lost with the message before, whether
+    it is still there when they are ready or was told them already."""
+
+    sampler = Late()
 
     async def work() -> None:
-        sampler = Late()
         desk = Desk(sampler)
-        old = asyncio.ensure_future(desk.ended())
+        old = asyncio.ensure_future(desk.ended(0))
         await settled()
-        new = asyncio.ensure_future(desk.ended())
-        desk.take([Asked(7, PROMPT, SamplingParams(max_tokens=1, seed=7))])
-        await settled()
-        sampler.gates[7].set()
+        new = asyncio.ensure_future(desk.ended(0))
+        await asked_for(desk, 7)
         assert await old == []
         assert [one.number for one in await new] == [7]
+        told = asyncio.ensure_future(desk.ended(1))
+        await asked_for(desk, 8)
+        assert [one.number for one in await told] == [8]
+        assert [one.number for one in await desk.ended(1)] == [8]
+        last = asyncio.ensure_future(desk.ended(2))
+        await asked_for(desk, 9)
+        assert [one.number for one in await last] == [9]
+
+    async def asked_for(desk: Desk, number: int) -> None:
+        desk.take([Asked(number, PROMPT, SamplingParams(max_tokens=1, seed=13))])  # refused as soon as it is there
+        await settled()
+        sampler.gates[13].set()
+        await settled()
 
     asyncio.run(work())
