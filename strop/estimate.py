@@ -214,7 +214,7 @@ def memory(
                       chunked and triton 4 tiles of float32, and that gradient in b bytes a number until it is handed
                       over; fused also V for each of engine.head_rows tokens, and the gradient in float32
                       sampler: R V 4 * 3 for R running requests
-        sampler       N b: its own copy of the weights; under an adapter of that alone
+        sampler       N b: its own copy of the weights; of an adapter alone in one that draws over the trainer's model
         cache         tokens of it, in whole pages, times 2 L J C b; and for each slot of linear attention's states
                       (W - 1) F + H C C_v numbers a layer
         reference     N b when a loop keeps a frozen copy of its start; under an adapter the model itself, and for
@@ -248,7 +248,7 @@ def memory(
         activations=on_device * b / MIB,
         offloaded=buffers + min(buffers, recipe.engine.activations.offload_idle_mib),
         logits=max(_trainer_logits(shape, recipe, tokens), recipe.sampler.max_running * shape.vocabulary * 12) / MIB,
-        sampler=trained * _sampler_bytes(recipe) / MIB,
+        sampler=(trained if recipe.sampler.serves_adapter else n) * _sampler_bytes(recipe) / MIB,
         cache=_cache(shape, recipe) / MIB,
         reference=share * trained * b / MIB if reference else 0.0,
         teachers=teachers,

@@ -131,21 +131,19 @@ def _build(recipe: Recipe, base: Path, ends: ExitStack) -> Parts:
     head = None if recipe.reward_model is None else ValueHead(recipe.reward_model.head)
     model = load_model(recipe.model, vocab_size=len(tokenizer), seed=recipe.seed, value_head=head)
     adapter = recipe.engine.adapter if recipe.engine.adapter.rank else None
-    if adapter is None:
-        own = model.clone() if head is None and recipe.engine.parallel.ranks == 1 else model
-        if recipe.sampler.dtype not in ("model", recipe.model.dtype):
-            coarse = recipe.model.model_copy(update={"dtype": recipe.sampler.dtype})
-            own = load_model(coarse, vocab_size=len(tokenizer), seed=recipe.seed)
-        if recipe.sampler.actors:
-            from strop.runtime.start import start_samplers
-
-            sampler = start_samplers(recipe, ends)
-        else:
-            sampler = build_sampler(recipe.sampler, own, decode_with(tokenizer))
-            ends.callback(sampler.close)
-        frozen, engine = None, new_engine(recipe, model, len(tokenizer), ends, value_head=head)
-    else:  # nobody changes the model itself, so trainer, sampler and reference share it
+    if adapter is not None and recipe.sampler.serves_adapter:  # nobody changes the model itself: both may have it
         sampler = build_sampler(recipe.sampler, model, decode_with(tokenizer), adapter)
+    elif recipe.sampler.actors:
+        from strop.runtime.start import start_samplers
+
+        sampler = start_samplers(recipe, ends)
+    else:
+        own = _sampler_model(recipe, model, len(tokenizer))
+        sampler = build_sampler(recipe.sampler, own, decode_with(tokenizer))
+        ends.callback(sampler.close)
+    if adapter is None:
+        frozen, engine = None, new_engine(recipe, model, len(tokenizer), ends, value_head=head)
+    else:  # what it stands on is the reference too
         frozen = new_engine(recipe, model, len(tokenizer), ends, trainable=False)
         engine = frozen.adapter(POLICY, adapter)
     return Parts(
@@ -162,3 +160,21 @@ def _build(recipe: Recipe, base: Path, ends: ExitStack) -> Parts:
         params=sampling_params(recipe.draw, renderer),
         ends=ends.pop_all(),
     )
+
+
+def _sampler_model(recipe: Recipe, model: LanguageModel, vocab_size: int) -> LanguageModel:
+    """What a sampler that is sent whole models begins with, in its own number format. ConfigError where sglang would
+    ignore a part of it."""
+    if recipe.sampler.dtype not in ("model", recipe.model.dtype):
+        own = load_model(recipe.sampler.model(recipe.model), vocab_size=vocab_size, seed=recipe.seed)
+    else:
+        own = model.clone() if model.value_head is None and recipe.engine.parallel.ranks == 1 else model
+    if recipe.engine.adapter.rank:
+        from strop.models.lora import untie
+
+        if untie(own, recipe.engine.adapter) and recipe.sampler.kind == "sglang":
+            raise ConfigError(
+                "engine.adapter.targets has unembedding, and the model ties its output matrix to the embedding: an "
+                "sglang server reads the embedding for both, so take unembedding out, or set sampler.kind to vllm"
+            )
+    return own

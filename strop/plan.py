@@ -419,10 +419,10 @@ def _router_problems(recipe: Recipe, skeleton: PreTrainedModel, can: Capabilitie
                 f"{name}.router_replay and {name}.router are for mixtures of experts; engine.kind {recipe.engine.kind} "
                 f"finds no routers that it knows in {type(skeleton).__name__}: leave both at their defaults"
             )
-        if loop.needs_sampled_routes and recipe.sampler.kind != "builtin":
+        if loop.needs_sampled_routes and recipe.sampler.kind == "sglang":
             yield (
-                f"{name}.router_replay rollout needs routes, which sampler.kind {recipe.sampler.kind} has not: set "
-                f"it to recompute with {name}.ratio_to trainer, or sampler.kind to builtin"
+                f"{name}.router_replay rollout needs routes, which sampler.kind sglang has not: set it to recompute "
+                f"with {name}.ratio_to trainer, or sampler.kind to builtin or vllm"
             )
 
 

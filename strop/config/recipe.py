@@ -175,6 +175,12 @@ class SamplerConfig(Section):
     """Stop when the sampler's logprobs and the trainer's, for the same tokens and weights, differ by more than this
     anywhere."""
 
+    @property
+    def serves_adapter(self) -> bool:
+        """Whether it draws with an adapter over the trainer's own model. All others are sent whole models, and the
+        adapter is merged into them."""
+        return self.kind == "builtin" and not self.actors
+
     def model(self, trained: ModelConfig) -> ModelConfig:
         """The model that it draws with: the trained one, in its own number format."""
         return trained if self.dtype == "model" else trained.model_copy(update={"dtype": self.dtype})
@@ -327,10 +333,8 @@ class Recipe(Section):
             )
         elif vllm.address and not vllm.key_file:
             problems.append("sampler.vllm.address is set: set sampler.vllm.key_file, whose text both ends know")
-        if self.engine.adapter.rank or self.reward_model is not None:
-            problems.append(
-                "sampler.kind vllm holds a whole model that speaks: set it to builtin for adapters and reward models"
-            )
+        if self.reward_model is not None:
+            problems.append("sampler.kind vllm holds a model that speaks: set it to builtin for reward models")
         return problems
 
     def _sglang_conflicts(self) -> list[str]:
@@ -339,10 +343,8 @@ class Recipe(Section):
             problems.append("sampler.kind is sglang: set sampler.sglang.address to where a server listens")
         else:
             problems.extend(sglang.problems())
-        if self.engine.adapter.rank or self.reward_model is not None:
-            problems.append(
-                "sampler.kind sglang holds a whole model that speaks: set it to builtin for adapters and reward models"
-            )
+        if self.reward_model is not None:
+            problems.append("sampler.kind sglang holds a model that speaks: set it to builtin for reward models")
         if self.sampler.actors:
             problems.append("sampler.actors would all ask the one sglang server: set it to 0")
         if self.draw.min_p:
@@ -357,16 +359,17 @@ class Recipe(Section):
     def conflicts(self) -> list[str]:
         """What the loops ask of each other and of the tasks, and do not get: a sentence each."""
         problems: list[str] = []
-        if self.engine.adapter.rank and self.sampler.dtype not in ("model", self.model.dtype):
+        coarser = self.sampler.dtype not in ("model", self.model.dtype)
+        if self.engine.adapter.rank and self.sampler.serves_adapter and coarser:
             problems.append(
-                f"sampler.dtype is {self.sampler.dtype}, but under engine.adapter the sampler draws with the trainer's "
-                "own model: set it to model"
+                f"sampler.dtype is {self.sampler.dtype}, but under engine.adapter the builtin sampler draws with the "
+                "trainer's own model: set it to model, or sampler.actors above 0"
             )
         ranks = self.engine.parallel.ranks
         if ranks > 1 and self.engine.adapter.rank:
             problems.extend(self._spread_adapter_conflicts())
-        if self.sampler.actors and (self.engine.adapter.rank or self.reward_model is not None):
-            problems.append("sampler.actors hold whole models that speak: set it to 0 for adapters and reward models")
+        if self.sampler.actors and self.reward_model is not None:
+            problems.append("sampler.actors hold models that speak: set it to 0 for reward models")
         publish = self.sampler.publish
         if publish != "full" and not self.sampler.actors and (publish, self.sampler.kind) != ("delta", "vllm"):
             problems.append(

@@ -98,8 +98,7 @@ class Adapter:
     @property
     def unties(self) -> bool:
         """Whether the merged model has an output matrix of its own where the base's is tied to the embedding."""
-        embedding = next(self.model.module.get_input_embeddings().parameters())
-        return self.head() is not None and self.model.head.weight.data_ptr() == embedding.data_ptr()
+        return self.head() is not None and _tied(self.model)
 
     def save(self, folder: Path) -> None:
         """Write a PEFT folder: it loads with `PeftModel.from_pretrained`, in vLLM, and here."""
@@ -160,6 +159,15 @@ def add_adapter(model: LanguageModel, name: str, config: AdapterConfig) -> Adapt
     if count_matrices(model.module, config) != sum(p.numel() for p in adapter.parameters().values()):
         raise EngineError(f"adapter {name!r}: PEFT did not adapt what {', '.join(config.targets)} mean in this model")
     return adapter
+
+
+def untie(model: LanguageModel, config: AdapterConfig) -> bool:
+    """Give a tied output matrix memory of its own, where an adapter of `config` changes it and not the embedding: a
+    model that takes the merged weights needs both. Whether it was tied."""
+    if "unembedding" not in config.targets or not _tied(model):
+        return False
+    model.head.weight = nn.Parameter(model.head.weight.detach().clone(), requires_grad=False)
+    return True
 
 
 def find_adapter(model: LanguageModel, name: str) -> Adapter:
@@ -292,6 +300,11 @@ def count_matrices(module: PreTrainedModel, config: AdapterConfig) -> int:
     shapes = [shape for name, shape in own.items() if _ends_with(name, chosen)]
     stacked = [shape for name, shape in own.items() if _ends_with(name, parameters)]
     return config.rank * (sum(map(sum, shapes)) + sum(e * (a + b) for e, a, b in stacked))
+
+
+def _tied(model: LanguageModel) -> bool:
+    embedding = next(model.module.get_input_embeddings().parameters())
+    return model.head.weight.data_ptr() == embedding.data_ptr()
 
 
 def _ends_with(name: str, endings: list[str]) -> bool:

@@ -29,7 +29,7 @@ def build_sampler(
 
         if adapter is not None:
             raise ConfigError(
-                "sampler.kind sglang does not serve adapters: set it to builtin, or engine.adapter.rank to 0"
+                "sampler.kind sglang serves no adapter of its own: leave it out, and send the engine's merged weights"
             )
         return SglangSampler.start(
             model,
@@ -43,7 +43,7 @@ def build_sampler(
 
         if adapter is not None:
             raise ConfigError(
-                "sampler.kind vllm does not serve adapters: set it to builtin, or engine.adapter.rank to 0"
+                "sampler.kind vllm serves no adapter of its own: leave it out, and send the engine's merged weights"
             )
         return VllmSampler.start(
             model,

@@ -12,9 +12,11 @@ vLLM's sampler what training needs to know of each token.
 from __future__ import annotations
 
 import asyncio
+import base64
 import json
 import zlib
 from collections.abc import Callable, Generator, Iterable, Iterator
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -22,6 +24,7 @@ import torch
 from transformers import PreTrainedModel
 
 from strop.config.vllm import VllmConfig
+from strop.data.routes import unknown
 from strop.errors import EngineError, RolloutError, StropError
 from strop.models.attention import PackedAttention
 from strop.models.experts import Form
@@ -31,7 +34,7 @@ from strop.rollout.delta import delta_of
 from strop.rollout.transfer import BUCKET_BYTES
 from strop.rollout.vllm_link import Link, connect
 from strop.tokens.stops import StopStrings
-from strop.types import Completion, Float32s, Layout, Prompt, SamplingParams, Stop
+from strop.types import Completion, Float32s, Layout, Prompt, Routes, SamplingParams, Stop
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -45,6 +48,23 @@ PROBE = 24  # tokens of the text that both score at the start
 PROBE_GAP, COARSE_GAP = 0.01, 0.1  # mean difference at the most: rounding is far below, weights of another model above
 Shape = tuple[tuple[int, ...], torch.dtype]
 Steps = Generator[tuple["Message", bytes], "Message | None", None]  # what to send, the answer to it, what to send next
+
+
+@dataclass(frozen=True, slots=True)
+class Routed:
+    """What vLLM says of a model's experts; `problem` where that is nothing."""
+
+    layers: tuple[int, ...]
+    top_k: int
+    problem: str
+
+    def read(self, answer: Message, count: int) -> Routes:
+        """Of a text's first `count` tokens, and of the one after them, which was drawn and never computed."""
+        experts = np.frombuffer(base64.b64decode(answer["experts"]), np.int16)
+        known = Routes(self.layers, experts.reshape(-1, len(self.layers), self.top_k))
+        if len(known) != count:
+            raise RolloutError(f"vLLM computed {count} tokens of a request and tells the experts of {len(known)}")
+        return known.resumed(unknown(count + 1, self.layers, self.top_k))
 
 
 class VllmSampler:
@@ -80,6 +100,7 @@ class VllmSampler:
         self._version = 0
         self._running = 0
         self._asleep = False
+        self._routed = Routed((), 0, "")
 
     @classmethod
     def start(
@@ -125,7 +146,8 @@ class VllmSampler:
         )
         try:
             started = sampler._link.ask({"op": "start", "options": options, "config": described})
-            started.result(config.start_timeout_s)
+            told = started.result(config.start_timeout_s)["routes"]
+            sampler._routed = Routed(tuple(told["layers"]), told["top_k"], told["problem"])
             steps, reply = sampler._transaction(model.state(), 0), None
             while (step := _next(steps, reply)) is not None:
                 reply = sampler._link.ask(*step).result(config.start_timeout_s)
@@ -154,6 +176,7 @@ class VllmSampler:
             "op": "sample",
             "prompt": prompt.tokens.tolist(),
             "stream": bool(params.stop_strings),
+            "routes": params.routes,
             "params": {
                 "max_tokens": params.max_tokens,
                 "temperature": params.temperature,
@@ -172,11 +195,18 @@ class VllmSampler:
 
         number = self._link.tell(message, take)
         self._running += 1
+        recorded = params.routes
         try:
-            return await self._collect(replies, params)
+            completion = await self._collect(replies, params)
+            if params.routes:
+                count = len(prompt.tokens) + len(completion.tokens) - 1
+                answer = self._link.ask({"op": "routes", "of": number, "count": count})
+                recorded = False  # whoever takes them ends the record
+                completion = replace(completion, routes=self._routed.read(await asyncio.wrap_future(answer), count))
+            return completion
         finally:
             self._running -= 1
-            self._link.abandon(number)  # where it was cancelled, or ended by a stop string
+            self._link.abandon(number, recorded)  # where it was cancelled, or ended by a stop string
 
     async def score(self, prompt: Prompt) -> Float32s:
         self._check_tokens(prompt, 1)
@@ -283,8 +313,11 @@ class VllmSampler:
         """Raise RolloutError for a request that cannot be run, before it is sent."""
         if params.max_tokens < 1:
             raise RolloutError(f"max_tokens={params.max_tokens}: a completion has at least one token")
-        if params.routes:
-            raise RolloutError("the vLLM sampler does not tell which experts were taken: leave router_replay off")
+        if params.routes and not self._routed.layers:
+            raise RolloutError(
+                f"vLLM does not tell which experts this model's tokens take: {self._routed.problem}; leave "
+                "SamplingParams.routes, and router_replay rollout, off"
+            )
         if params.stop_strings and self._decode is None:
             raise RolloutError(f"stop strings {params.stop_strings} need a sampler that was given `decode`")
         if 0 < params.temperature < COLDEST:

@@ -79,11 +79,12 @@ class Link:
             self._lose(str(error))
         return number
 
-    def abandon(self, number: int) -> None:
-        """Stop a request whose answer nobody waits for any more."""
+    def abandon(self, number: int, recorded: bool = False) -> None:
+        """Stop a request whose answer nobody waits for any more. With `recorded` the host keeps something of it even
+        when it has ended, which goes too."""
         with self._lock:
             known = self._handlers.pop(number, None)
-        if known is not None and self._lost is None:
+        if (known is not None or recorded) and self._lost is None:
             self.tell({"op": "abort", "of": number})
 
     def close(self) -> None:

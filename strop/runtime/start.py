@@ -90,6 +90,10 @@ def host_sampler(recipe: Recipe) -> Sampler:
     """The recipe's sampler with a model of its own, in its own number format; called in the process that hosts it."""
     tokenizer = load_tokenizer(recipe.model)
     model = load_model(recipe.sampler.model(recipe.model), vocab_size=len(tokenizer), seed=recipe.seed)
+    if recipe.engine.adapter.rank:
+        from strop.models.lora import untie
+
+        untie(model, recipe.engine.adapter)
     return build_sampler(recipe.sampler, model, decode_with(tokenizer))
 
 

@@ -170,8 +170,9 @@ def test_requests_of_a_killed_sampler_are_drawn_elsewhere() -> None:
     samplers[1].close()
 
 
-def test_a_recipe_through_ray_is_the_recipe_in_one_process(tmp_path: Path) -> None:
-    """Two ranks and two samplers as actors; the same tokens are drawn and learned from."""
+@pytest.mark.parametrize("adapter", [0, 4])
+def test_a_recipe_through_ray_is_the_recipe_in_one_process(tmp_path: Path, adapter: int) -> None:
+    """Two ranks and two samplers as actors, which get an adapter merged; the same tokens are drawn and learned from."""
     found: dict[str, list[dict[str, Any]]] = {}
     over_ray = ["engine.parallel.data=2", "engine.runtime={kind: ray, cpus_per_rank: 0.25}", "sampler.actors=2"]
     over_ray.append("sampler.publish=delta")
@@ -181,7 +182,11 @@ def test_a_recipe_through_ray_is_the_recipe_in_one_process(tmp_path: Path) -> No
         path = folder / "tiny.yaml"
         path.write_text(RECIPE)
         grpo = "grpo={steps: 3, tasks_per_step: 4, group_size: 4, schedule: {lr: 1e-3}}"
-        runner.train(load_recipe(path, [grpo, f"run.folder={folder}/run", *more]), path, resume=False)
+        runner.train(
+            load_recipe(path, [grpo, f"engine.adapter.rank={adapter}", f"run.folder={folder}/run", *more]),
+            path,
+            resume=False,
+        )
         found[name] = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
     for here, there in zip(found["here"], found["ray"], strict=True):
         assert there["sampler/gap_max"] <= 1e-5

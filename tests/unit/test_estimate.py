@@ -136,6 +136,16 @@ def test_the_cache_is_what_the_sampler_allocates(name: str) -> None:
     assert memory.cache * estimate.MIB == sampler.cache_bytes
 
 
+def test_a_sampler_of_its_own_has_the_whole_model_under_an_adapter() -> None:
+    config = recipe("qwen3", "torch", adapter=AdapterConfig(rank=2))
+    actors = config.model_copy(update={"sampler": config.sampler.model_copy(update={"actors": 1})})
+    model = load_model(config.model, vocab_size=256, seed=0)
+    shape = _measure(model.module, config.engine.adapter)
+    here, there = (estimate.memory(shape, c, step_tokens=1, impl=model.impl).sampler for c in (config, actors))
+    assert here * estimate.MIB == 4 * shape.adapter
+    assert there * estimate.MIB == 4 * shape.parameters
+
+
 def test_checkpointing_keeps_less_and_says_so() -> None:
     config = recipe("qwen3", "torch", activations=ActivationsConfig(checkpoint_every=1))
     model = load_model(config.model, vocab_size=256, seed=0)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import base64
 import json
 import secrets
 import sys
@@ -29,6 +30,7 @@ from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineGenerateError
 from worker_parts import COLUMNS
+from worker_routes import ASKED
 
 REFUSED = (ValueError, VLLMClientError, EngineGenerateError)  # a request's own fault: the others go on
 
@@ -42,6 +44,7 @@ class Host:
         self._arriving: Arriving | None = None
         self._held: Arriving | None = None  # what changes are relative to, where changes are sent
         self._running: dict[int, asyncio.Task[None]] = {}
+        self._recorded: set[int] = set()  # requests whose experts the worker keeps
         self._in_order: dict[str, Callable[[Message, bytes], Awaitable[Message]]] = {
             "start": self._start, "begin": self._begin, "put": self._put, "drop": self._drop, "end": self._end,
             "sleep": self._sleep, "wake": self._wake,
@@ -72,10 +75,13 @@ class Host:
     async def _take(self, message: Message, body: bytes, tasks: asyncio.TaskGroup) -> None:
         number, op = int(message["id"]), message["op"]
         if op == "abort":
-            if (task := self._running.get(int(message["of"]))) is not None:
+            of = int(message["of"])
+            if (task := self._running.get(of)) is not None:
                 task.cancel()
-        elif op in ("sample", "score"):
-            work = self._sample if op == "sample" else self._score
+            if of in self._recorded:
+                tasks.create_task(self._recorded_of(of, 0))
+        elif op in ("sample", "score", "routes"):
+            work = {"sample": self._sample, "score": self._score, "routes": self._routes}[op]
             task = tasks.create_task(self._answer(number, work(number, message)))
             self._running[number] = task
             task.add_done_callback(lambda _: self._running.pop(number, None))
@@ -113,7 +119,8 @@ class Host:
         problems = {found for found in await self._engine.collective_rpc("strop_install") if found}
         if problems:
             raise ValueError("; ".join(problems))
-        return {"max_model_len": self._engine.model_config.max_model_len}
+        layers, top_k, problem = (await self._engine.collective_rpc("strop_record_routes"))[0]
+        return {"routes": {"layers": layers, "top_k": top_k, "problem": problem}}
 
     async def _sample(self, number: int, message: Message) -> Message:
         streams = bool(message["stream"])
@@ -123,8 +130,11 @@ class Host:
             ignore_eos=True,
             detokenize=False,
             output_kind=RequestOutputKind.DELTA if streams else RequestOutputKind.FINAL_ONLY,
+            extra_args={ASKED: number} if message["routes"] else None,
             **message["params"],
         )
+        if message["routes"]:
+            self._recorded.add(number)
         last: Message = {}
         async for output in self.engine.generate({"prompt_token_ids": message["prompt"]}, params, str(number)):
             (drawn,) = output.outputs
@@ -143,6 +153,20 @@ class Host:
         async for output in self.engine.generate({"prompt_token_ids": message["prompt"]}, params, str(number)):
             scored = [0.0, *output.prompt_logprobs.logprobs]
         return {"logprobs": scored}
+
+    async def _routes(self, _: int, message: Message) -> Message:
+        """The experts of a request's first tokens; where it still runs it ends."""
+        of = int(message["of"])
+        if (task := self._running.get(of)) is not None:
+            task.cancel()
+        return {"experts": base64.b64encode(await self._recorded_of(of, int(message["count"]))).decode()}
+
+    async def _recorded_of(self, number: int, count: int) -> bytes:
+        """What the worker recorded, which then forgets it: nothing is computed for the request any more."""
+        self._recorded.discard(number)
+        if (task := self._running.get(number)) is not None:
+            await asyncio.wait([task])
+        return (await self.engine.collective_rpc("strop_routes", args=(number, count)))[0]
 
     async def _begin(self, message: Message, _: bytes) -> Message:
         """Announce a version: all of it, or what changed since `base`. Nothing is announced when that is not here."""

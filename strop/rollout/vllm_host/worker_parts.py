@@ -1,7 +1,8 @@
 """Inside vLLM's worker: what strop adds to it, through `worker_extension_cls`.
 
 A sampler that reports for every token the logprob it was drawn with, the model's own at the temperature, and the
-version of the weights; and that draws token n of a request from (seed, n) alone. And weights, taken from files.
+version of the weights; and that draws token n of a request from (seed, n) alone. Weights, taken from files. And the
+experts that tokens took, see `worker_routes.py`.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import torch
 from safetensors import safe_open
 from vllm.config import set_current_vllm_config
 from vllm.model_executor.layers.attention import is_deferred_attention_layer
+from vllm.model_executor.layers.fused_moe.layer import MoERunner
 from vllm.model_executor.model_loader.reload.layerwise import (
     finalize_layerwise_reload,
     get_layerwise_info,
@@ -22,6 +24,7 @@ from vllm.model_executor.model_loader.reload.layerwise import (
 )
 from vllm.platforms import current_platform
 from vllm.v1.sample.sampler import Sampler
+from worker_routes import RouteRecorder
 
 COLUMNS = 2  # beside the first, of which vLLM itself says that it is the drawn token's
 GREEDY_BELOW = 1e-5  # vLLM's own bound
@@ -34,6 +37,7 @@ class ReportingSampler(Sampler):
         super().__init__(logprobs_mode="processed_logprobs")
         self.runner = runner
         self.version = 0
+        self.routes: RouteRecorder | None = None
 
     def forward(
         self,
@@ -42,6 +46,8 @@ class ReportingSampler(Sampler):
         predict_bonus_token: bool = False,
         logprobs_mode_override: Any = None,
     ) -> Any:
+        if self.routes is not None:
+            self.routes.record()
         self._reseed(sampling_metadata.generators)
         model_NV = self._at_temperature(logits, sampling_metadata.temperature)  # vLLM scales `logits` in place
         out = super().forward(logits, sampling_metadata, predict_bonus_token, logprobs_mode_override)
@@ -80,6 +86,22 @@ class StropWorker:
             return f"vLLM runs {type(runner).__module__}: set VLLM_USE_V2_MODEL_RUNNER=0 where its host is started"
         runner.sampler = ReportingSampler(runner)
         return ""
+
+    def strop_record_routes(self) -> tuple[list[int], int, str]:
+        """Note which experts tokens take, from now on: (layers that have experts, how many a token takes, ""); else
+        (none, 0, what stands against it)."""
+        if not any(isinstance(module, MoERunner) for module in self.model_runner.get_model().modules()):
+            return [], 0, "it has no experts"
+        try:
+            routes = RouteRecorder(self.model_runner, self.model_runner.get_model())
+        except ValueError as error:
+            return [], 0, str(error)
+        self.model_runner.sampler.routes = routes
+        return routes.layers, routes.top_k, ""
+
+    def strop_routes(self, number: int, count: int) -> bytes:
+        """Of a request's first `count` tokens; its record is forgotten."""
+        return self.model_runner.sampler.routes.take(number, count)
 
     def strop_load(self, files: list[str], version: int) -> int:
         """Take a whole model's weights from safetensors files, in place. What vLLM leaves as it was is an error."""

@@ -11,15 +11,19 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from strop import parts as parts_module
 from strop import recipe as runner
 from strop.algos.choice import policy_loss
 from strop.algos.losses import PolicyLoss
 from strop.config.loader import load_recipe
 from strop.config.policy import AdvantageConfig, GRPOConfig, PolicyLossConfig
+from strop.config.recipe import SamplerConfig
 from strop.models.attention import PackedAttention
-from strop.models.loading import load_model
+from strop.models.loading import LanguageModel, load_model
 from strop.models.lora import import_adapter
 from strop.parts import build_parts
+from strop.rollout.base import Sampler
+from strop.rollout.build import build_sampler
 from strop.stages import run_loops
 from strop.track.run import Run
 from strop.types import Layout
@@ -154,6 +158,53 @@ def test_an_adapter_learns_and_is_exported_both_ways(tmp_path: Path) -> None:
     with torch.no_grad(), adapted.on():
         ours = base.logits(base.hidden(ids, torch.arange(4), PackedAttention(Layout((4,)), base.impl)))
         assert torch.allclose(merged(ids[None]).logits[0], ours, atol=1e-4)
+
+
+def build_another_sampler(config: SamplerConfig, model: LanguageModel, decode: Any, adapter: Any = None) -> Sampler:
+    """Of this process, where the recipe names a sampler that takes whole models."""
+    assert adapter is None or config.kind == "builtin"
+    return build_sampler(config.model_copy(update={"kind": "builtin"}), model, decode, adapter)
+
+
+@pytest.mark.parametrize(("ranks", "tied"), [(1, False), (1, True), (2, True)])
+def test_a_sampler_that_takes_whole_models_is_sent_the_adapter_merged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ranks: int, tied: bool
+) -> None:
+    """And the run is that with a sampler over the trainer's own model, a tied output matrix that alone is adapted
+    included."""
+    monkeypatch.setattr(parts_module, "build_sampler", build_another_sampler)
+    found: list[list[dict[str, Any]]] = []
+    for kind in ("builtin", "vllm"):
+        folder = tmp_path / kind
+        folder.mkdir()
+        path = folder / "tiny.yaml"
+        path.write_text(RECIPE.replace("tie_word_embeddings: false", f"tie_word_embeddings: {str(tied).lower()}"))
+        changed = [
+            GRPO,
+            "engine.adapter={rank: 4, targets: [attention, mlp, unembedding]}",
+            f"engine.parallel.data={ranks}",
+            f"sampler.kind={kind}",
+            *(["sampler.vllm={python: p}"] if kind == "vllm" else []),
+            f"run.folder={folder}/run",
+        ]
+        runner.train(load_recipe(path, changed), path, resume=False)
+        found.append([json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()])
+    for shared, merged in zip(*found, strict=True):
+        assert merged["sampler/gap_max"] <= 1e-5
+        for name in ("reward/mean", "optim/grad_norm", "kl/reference", "policy/entropy"):
+            assert merged[name] == pytest.approx(shared[name], rel=1e-2, abs=1e-5)
+    assert found[1][-1]["kl/reference"] > 1e-7, "the adapter has moved"
+
+
+def test_an_adapter_may_be_drawn_from_in_a_coarser_format(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(parts_module, "build_sampler", build_another_sampler)
+    path = tmp_path / "tiny.yaml"
+    path.write_text(RECIPE)
+    sampler = ["sampler.kind=vllm", "sampler.vllm={python: p}", "sampler.dtype=bfloat16", "sampler.max_gap=9"]
+    changed = [GRPO, "engine.adapter.rank=4", *sampler, f"run.folder={tmp_path}/run"]
+    runner.train(load_recipe(path, changed), path, resume=False)
+    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert all(1e-5 < row["sampler/gap_max"] < 0.5 for row in rows)
 
 
 GRPO = "grpo={steps: 3, tasks_per_step: 4, group_size: 4, schedule: {lr: 1e-3}, kl: {coefficient: 0.01}}"

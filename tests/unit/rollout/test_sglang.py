@@ -13,10 +13,11 @@ import pytest
 import torch
 
 from strop.config.adapter import AdapterConfig
-from strop.config.loader import read_recipe
+from strop.config.loader import load_recipe, read_recipe
 from strop.config.recipe import SamplerConfig
 from strop.config.sglang import SglangConfig
 from strop.errors import ConfigError, EngineError, RolloutError, StropError
+from strop.parts import build_parts
 from strop.rollout.build import build_sampler
 from strop.rollout.router import Router, SamplerLost
 from strop.rollout.sglang import SglangSampler
@@ -26,6 +27,7 @@ from strop.types import Completion, Prompt, SamplingParams, Stop
 from tests.conformance.test_sampler import decode
 from tests.sglang.sglang_server import Json, StandIn, edited, http
 from tests.tiny_models import tiny_model
+from tests.unit.loops.test_recipe import RECIPE
 
 GIVEN = ["sampler.kind=sglang", "sampler.sglang={address: localhost:30000}"]
 PROMPT = Prompt(np.array([5, 9, 33], np.int32))
@@ -466,7 +468,7 @@ def test_addresses_are_checked_before_anything_is_asked(config: dict[str, Any], 
         (["sampler.kind=sglang"], "set sampler.sglang.address"),
         (["sampler.kind=sglang", "sampler.sglang={}"], "set sampler.sglang.address"),
         (["sampler.kind=sglang", "sampler.sglang={address: gpu:1}"], "set sampler.sglang.weights_folder"),
-        ([*GIVEN, "engine.adapter.rank=4"], "builtin for adapters"),
+        ([*GIVEN, "engine.adapter.rank=4"], ""),
         ([*GIVEN, "sampler.actors=2"], "sampler.actors would all ask"),
         ([*GIVEN, "draw.min_p=0.1"], "draw.min_p is above 0"),
         ([*GIVEN, "draw.top_p=0.9"], "set draw.top_k too"),
@@ -482,10 +484,19 @@ def test_a_recipe_says_what_sglang_needs_beside_it(overrides: list[str], message
     assert any(message in problem for problem in found) if message else not found
 
 
+def test_an_output_matrix_that_the_server_would_not_read_is_refused(tmp_path: Path) -> None:
+    """It has one of its own where the adapter changes it and it was tied; the server takes the embedding for both."""
+    path = tmp_path / "tiny.yaml"
+    path.write_text(RECIPE.replace("tie_word_embeddings: false", "tie_word_embeddings: true"))
+    adapter = "engine.adapter={rank: 2, targets: [unembedding]}"
+    with pytest.raises(ConfigError, match="take unembedding out"):
+        build_parts(load_recipe(path, ["grpo={}", *GIVEN, adapter]), tmp_path)
+
+
 def test_a_recipe_builds_it(tmp_path: Path) -> None:
     server = StandIn(tiny_model("qwen3"), decode=decode)
     config = SamplerConfig(kind="sglang", sglang=SglangConfig(address=server.address), dtype="bfloat16")
-    with pytest.raises(ConfigError, match=r"engine\.adapter\.rank to 0"):
+    with pytest.raises(ConfigError, match="the engine's merged weights"):
         build_sampler(config, tiny_model("qwen3"), decode, AdapterConfig(rank=2))
     sampler = build_sampler(config, tiny_model("qwen3"), decode)
     assert isinstance(sampler, SglangSampler) and not sampler.serves_adapter

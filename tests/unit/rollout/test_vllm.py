@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import math
 import socket
 import threading
@@ -22,7 +23,7 @@ from strop.errors import ConfigError, EngineError, RolloutError
 from strop.models.experts import Form
 from strop.models.saved import export_weights
 from strop.rollout.router import Router, SamplerLost
-from strop.rollout.vllm import VllmSampler, _ties
+from strop.rollout.vllm import Routed, VllmSampler, _ties
 from strop.rollout.vllm_host.arriving import Arriving, WeightsRefused
 from strop.rollout.vllm_host.frames import HEAD, FrameError, Message, pack, proof, proves, unpack, unpack_head
 from strop.rollout.vllm_link import Link, connect, receive
@@ -46,6 +47,7 @@ class FakeHost:
         self.wire, self.folder = wire, folder
         self.heard: list[Message] = []
         self.version = 0
+        self.forgets = 0  # tokens whose experts it does not tell
         self.loaded: dict[str, torch.Tensor] = {}
         self.arriving: Arriving | None = None
         self.held: Arriving | None = None
@@ -71,6 +73,9 @@ class FakeHost:
                 self.sample(message)
             elif message["op"] == "score":
                 self.reply(message, {"logprobs": [0.0, *(-float(t) for t in message["prompt"][1:])]})
+            elif message["op"] == "routes":
+                experts = np.arange((message["count"] - self.forgets) * 4, dtype=np.int16)
+                self.reply(message, {"experts": base64.b64encode(experts.tobytes()).decode()})
             elif message["op"] != "abort":
                 self.reply(message, self.weights(message, body))
         except WeightsRefused as error:
@@ -156,7 +161,7 @@ def test_a_request_goes_out_and_its_columns_come_back(host: tuple[VllmSampler, F
     assert completion.versions.tolist() == [0] * 4
     assert completion.stop is Stop.LENGTH
     assert fake.heard[0] == {
-        "id": 0, "op": "sample", "prompt": [5, 6], "stream": False,
+        "id": 0, "op": "sample", "prompt": [5, 6], "stream": False, "routes": False,
         "params": {"max_tokens": 4, "temperature": 0.7, "top_k": 3, "top_p": 0.9, "min_p": 0.1, "seed": 65,
                    "stop_token_ids": [7]},
     }  # fmt: skip
@@ -202,6 +207,31 @@ def test_a_cancelled_request_is_aborted(host: tuple[VllmSampler, FakeHost]) -> N
     asyncio.run(give_up())
     assert [m for m in fake.heard if m["op"] == "abort"] == [{"id": 1, "op": "abort", "of": 0}]
     asyncio.run(sampler.sleep())  # nothing runs
+
+
+def test_routes_are_asked_for_when_the_tokens_are_there(host: tuple[VllmSampler, FakeHost]) -> None:
+    sampler, fake = host
+    sampler._routed = Routed((1, 3), 2, "")
+    completion = sample(sampler, routes=True, max_tokens=20, stop_strings=("BC",))
+    assert completion.routes is not None and completion.routes.layers == (1, 3)
+    experts = completion.routes.experts_TLK
+    assert experts.shape == (5, 2, 2) and experts.dtype == np.int16  # the prompt's two tokens, and three
+    assert experts[:-1].reshape(-1).tolist() == list(range(16)) and (experts[-1] == -1).all()
+    assert [m for m in fake.heard if m["op"] == "routes"] == [{"id": 1, "op": "routes", "of": 0, "count": 4}]
+    fake.forgets = 1
+    with pytest.raises(RolloutError, match="computed 5 tokens of a request and tells the experts of 4"):
+        sample(sampler, routes=True)
+
+
+def test_a_record_of_a_request_that_nobody_waits_for_is_dropped_though_it_ended(
+    host: tuple[VllmSampler, FakeHost],
+) -> None:
+    sampler, fake = host
+    sampler._routed = Routed((1, 3), 2, "")
+    with pytest.raises(RolloutError, match="not finite"):
+        sample(sampler, BREAKS, routes=True)
+    asyncio.run(sampler.score(prompt(1)))
+    assert [m for m in fake.heard if m["op"] == "abort"] == [{"id": 1, "op": "abort", "of": 0}]
 
 
 @pytest.mark.parametrize(
@@ -505,7 +535,7 @@ def test_frames_of_another_protocol_are_refused() -> None:
         (["sampler.kind=vllm"], "set sampler.vllm.python"),
         (["sampler.kind=vllm", "sampler.vllm={python: p, address: a, key_file: k}"], "not both"),
         (["sampler.kind=vllm", "sampler.vllm={address: a}"], "set sampler.vllm.key_file"),
-        (["sampler.kind=vllm", "sampler.vllm={python: p}", "engine.adapter.rank=4"], "builtin for adapters"),
+        (["sampler.kind=vllm", "sampler.vllm={python: p}", "engine.adapter.rank=4"], ""),
         (["sampler.vllm={python: p}"], "sampler.kind is builtin"),
         (["sampler.kind=vllm", "sampler.vllm={python: p}"], ""),
         (["sampler.kind=vllm", "sampler.vllm={python: p}", "sampler.publish=delta"], ""),
