@@ -16,6 +16,7 @@ from strop.config.parallel import ParallelConfig
 from strop.config.recipe import EngineConfig
 from strop.engines.base import Engine, OptimParams
 from strop.engines.build import build_engine
+from strop.models.experts import Form
 from strop.models.loading import load_model
 from strop.runtime.processes import ProcessRanks
 from strop.runtime.remote_engine import RemoteEngine
@@ -117,7 +118,7 @@ def test_ranks_have_the_experts_of_the_model_that_one_of_them_read(family: str) 
     engine = start_engine(EngineConfig(parallel=EXPERT_SHAPES[TWO]), of)
     try:
         read = load_model(model, vocab_size=96, seed=7)
-        expected, found = dict(read.state()), dict(engine.weights())
+        expected, found = dict(read.state()), dict(engine.weights(Form.PACKED))
         assert found.keys() == expected.keys()
         assert all(torch.equal(found[name], expected[name]) for name in expected)
         texts = pack(sequences())
