@@ -16,6 +16,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerProcess
@@ -59,7 +60,13 @@ class ProcessRanks:
             self._pipes.append(here)
             self._children.append(child)
         self._broken: str | None = None
-        agreed(self._answers("start"))
+        started = False
+        try:
+            agreed(self._answers("start"))
+            started = True
+        finally:
+            if not started:
+                self._stop("they did not start")
 
     @property
     def size(self) -> int:
@@ -148,6 +155,8 @@ def _child(pipe: Connection[Any, Any], make: MakeEngine, place: _Place) -> None:
         engine = make()
     except (StropError, ValueError, TypeError, RuntimeError, OSError) as error:
         pipe.send(Answer(error=error, traceback=traceback.format_exc()))
+        with suppress(EOFError, ConnectionResetError):  # others may still be meeting this rank: the parent ends all
+            pipe.recv()
         return
     pipe.send(Answer())
     asyncio.run(_serve(pipe, RankServer(engine, place.rank)))
