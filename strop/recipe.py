@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from rich.console import Console
+from rich.markup import escape
 
 from strop.config.recipe import Recipe
 from strop.parts import POLICY, Parts, build_parts
@@ -40,7 +41,8 @@ def train(recipe: Recipe, recipe_path: Path, *, resume: bool) -> int:
         except RankError as error:
             if not left:
                 raise
-            console.print(f"[bold]from the newest checkpoint on[/bold], restarts left: {left - 1}; {error}")
+            why = escape(str(error))  # it may quote what looks like markup: [rank0], [/tmp/file:12]
+            console.print(f"[bold]from the newest checkpoint on[/bold], restarts left: {left - 1}; {why}")
             resume = True
         else:
             break

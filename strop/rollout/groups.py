@@ -19,6 +19,7 @@ from strop.data.tasks import Task
 from strop.envs.base import Env
 from strop.errors import RolloutError
 from strop.rollout.base import Sampler, play
+from strop.rollout.router import NoSampler
 from strop.tokens.base import Renderer
 from strop.types import Ending, Group, Metric, Metrics, Reduction, SamplingParams, Trajectory
 
@@ -88,7 +89,8 @@ class Player:
         `first` is how many tasks of this step were played before these, so that no two attempts draw alike.
 
         An episode that raises, or does not end in time, becomes a trajectory that ended with FAILED and has reward NaN.
-        Raises RolloutError when there are more of them than `failures` allows; None allows none.
+        Raises RolloutError when there are more of them than `failures` allows; None allows none. NoSampler is no
+        episode's failure: it ends all of them.
         """
         failures = failures or Failures(step, allowed=0)
         playing = [
@@ -100,12 +102,17 @@ class Player:
             for index, task in enumerate(tasks)
             for attempt in range(group_size)
         ]
+        ended: set[asyncio.Task[Trajectory]] = set()
+        late: set[asyncio.Task[Trajectory]] = set()
         try:
-            late = (await asyncio.wait(playing, timeout=self._timeout_s))[1] if playing else set()
+            if playing:
+                ended, late = await asyncio.wait(playing, timeout=self._timeout_s, return_when=asyncio.FIRST_EXCEPTION)
         finally:
             for attempt in playing:
                 attempt.cancel()
-        await asyncio.gather(*late, return_exceptions=True)
+        await asyncio.gather(*playing, return_exceptions=True)
+        for attempt in ended:
+            attempt.result()  # raises NoSampler
         for index, attempt in enumerate(playing):
             if attempt in late:
                 failures.add(f"task {tasks[index // group_size].id}: no end within {self._timeout_s:g} s")
@@ -124,6 +131,8 @@ class Player:
         try:
             env = self._new_env(task)
             return await play(env, self._sampler, self._renderer, params, max_turns=self._max_turns)
+        except NoSampler:
+            raise
         except Exception as error:  # one broken episode must not end the run: it is counted, and there is a limit
             log.warning("an episode of task %s failed", task.id, exc_info=error)
             failures.add(f"task {task.id}: {type(error).__name__}: {error}")

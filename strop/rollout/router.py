@@ -31,6 +31,10 @@ class SamplerLost(RolloutError):
     """A sampler is gone: not the request's fault, and another sampler can draw it."""
 
 
+class NoSampler(RolloutError):
+    """All samplers are lost: nothing can be drawn any more."""
+
+
 class Courier(Protocol):
     """Takes versions to all samplers of a router together, where each alone would be more work."""
 
@@ -104,7 +108,7 @@ class Router:
     def _alive(self) -> list[int]:
         alive = [i for i in range(len(self._samplers)) if i not in self._lost]
         if not alive:
-            raise RolloutError(f"no sampler is left: {'; '.join(f'{i}: {why}' for i, why in self._lost.items())}")
+            raise NoSampler(f"no sampler is left: {'; '.join(f'{i}: {self._lost[i]}' for i in sorted(self._lost))}")
         return alive
 
     def _choose(self, home: int) -> int:

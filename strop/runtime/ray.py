@@ -33,6 +33,7 @@ except ImportError as error:
     raise ConfigError("engine.runtime.kind is ray, which is not installed: pip install 'strop[ray]'") from error
 
 GRACE_S = 5.0  # for the other ranks to answer too, once one has failed
+WATCH = "watch"  # a thread of each rank that is free while the rank computes, or waits for the others
 
 
 def connect(config: RuntimeConfig) -> None:
@@ -72,6 +73,9 @@ class Rank:
             return Answer(error=error, traceback=traceback.format_exc())
         return Answer()
 
+    def alive(self) -> None:
+        """Answer: a process that is stopped, or never gives up Python's lock, does not."""
+
     def answer(self, engine: str, method: str, arguments: tuple[Any, ...]) -> Answer:
         assert self._server is not None
         return asyncio.run(self._server.answer(engine, method, arguments))
@@ -98,7 +102,7 @@ class RayRanks:
                 f"the Ray cluster has no room for {len(make_engines)} ranks of {needs}; it has "
                 f"{ray.cluster_resources()}: lower engine.parallel or engine.runtime.cpus_per_rank"
             ) from error
-        actor = ray.remote(Rank)
+        actor = ray.remote(concurrency_groups={WATCH: 1})(Rank)
         for rank in range(len(make_engines)):
             options = actor.options(
                 num_cpus=config.cpus_per_rank,
@@ -144,8 +148,7 @@ class RayRanks:
                 failed = [rank for rank, a in found.items() if isinstance(a, Answer) and a.error is not None]
                 if failed:
                     raise self._stop(f"rank {failed[0]} raised in {method}:\n{found[failed[0]].traceback}")
-                silent = ", ".join(str(rank_of[ref]) for ref in waiting)
-                raise self._stop(f"rank {silent} did not answer {method} within {self._timeout_s:g} s")
+                raise self._stop(self._silence([rank_of[ref] for ref in waiting], method))
             rank = rank_of[ready[0]]
             try:
                 found[rank] = ray.get(ready[0])
@@ -157,11 +160,26 @@ class RayRanks:
                 left = min(left, GRACE_S)
         return [found[rank] for rank in range(len(asked))]
 
+    def _silence(self, ranks: list[int], method: str) -> str:
+        """What to say of ranks that did not answer: those that hang are told from those that only wait for them."""
+        rank_of = {self._actors[rank].alive.options(concurrency_group=WATCH).remote(): rank for rank in ranks}
+        there, _ = ray.wait(list(rank_of), num_returns=len(rank_of), timeout=GRACE_S)
+        waiting = sorted(rank_of[ref] for ref in there)
+        hanging = [rank for rank in ranks if rank not in waiting]
+        said = f"did not answer {method} within {self._timeout_s:g} s"
+        if not hanging or not waiting:
+            return f"rank {_listed(ranks)} {said}"
+        return f"rank {_listed(hanging)} {said} and hangs; rank {_listed(waiting)} did not either, and is alive"
+
     def _stop(self, why: str) -> RankError:
         if self._broken is None:
             self._broken = why
             self._end()
         return RankError(why)
+
+
+def _listed(ranks: list[int]) -> str:
+    return ", ".join(map(str, ranks))
 
 
 def _end(actors: list[Any], group: Any) -> None:
