@@ -102,7 +102,8 @@ class RayRanks:
                 f"the Ray cluster has no room for {len(make_engines)} ranks of {needs}; it has "
                 f"{ray.cluster_resources()}: lower engine.parallel or engine.runtime.cpus_per_rank"
             ) from error
-        actor = ray.remote(concurrency_groups={WATCH: 1})(Rank)
+        remote: Any = ray.remote  # its own annotations leave these groups out
+        actor = remote(concurrency_groups={WATCH: 1})(Rank)
         for rank in range(len(make_engines)):
             options = actor.options(
                 num_cpus=config.cpus_per_rank,

@@ -86,11 +86,9 @@ def test_a_hanging_rank_is_named() -> None:
     ranks = engine._ranks
     assert isinstance(ranks, RayRanks)
     ranks._timeout_s = 4.0
-    pid = pid_of(ranks._actors[0])
-    os.kill(pid, signal.SIGSTOP)
-    with pytest.raises(RankError, match=r"rank 0.* did not answer forward within 4 s"):
+    os.kill(pid_of(ranks._actors[0]), signal.SIGSTOP)
+    with pytest.raises(RankError, match=r"^rank 0 did not answer forward within 4 s and hangs; rank 1 did not either"):
         asyncio.run(engine.forward([pack(sequences())]))
-    os.kill(pid, signal.SIGCONT)
 
 
 def tiny_sampler() -> Sampler:

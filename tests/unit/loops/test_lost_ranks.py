@@ -15,6 +15,9 @@ from typing import Any
 import psutil
 import pytest
 
+from strop import recipe as runner
+from strop.config.loader import load_recipe
+from strop.config.recipe import Recipe
 from strop.runtime.processes import ProcessRanks
 from strop.runtime.ranks import RankError
 from strop.runtime.remote_engine import RemoteEngine
@@ -87,6 +90,26 @@ def test_the_run_goes_on_by_itself_and_is_the_uninterrupted_one(tmp_path: Path, 
     assert process.returncode == 0, said
     assert "from the newest checkpoint on" in said
     assert numbers(tmp_path) == numbers(whole)
+
+
+def test_what_a_rank_said_is_printed_as_it_said_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Also where it looks like markup, as in messages of gloo and paths of C++ files."""
+    said = "rank 0 raised: [rank0] [/src/gloo/pair.cc:534] closed by peer"
+    resumed: list[bool] = []
+
+    async def fails_once(recipe: Recipe, path: Path, console: object, *, resume: bool) -> None:
+        resumed.append(resume)
+        if not resume:
+            raise RankError(said)
+
+    monkeypatch.setattr(runner, "_train", fails_once)
+    path = tmp_path / "tiny.yaml"
+    path.write_text(RECIPE)
+    assert runner.train(load_recipe(path, ["run.restarts=1"]), path, resume=False) == 0
+    assert resumed == [False, True]
+    assert said in " ".join(capsys.readouterr().out.split())
 
 
 def test_a_full_disk_is_named_and_what_was_there_stays(tmp_path: Path) -> None:

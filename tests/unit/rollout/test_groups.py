@@ -17,6 +17,7 @@ from strop.data.tasks import Task
 from strop.envs.base import EnvStep
 from strop.errors import RolloutError
 from strop.rollout.groups import Failures, Player, attempt_seed, describe, sampling_params
+from strop.rollout.router import NoSampler
 from strop.types import (
     Completion,
     Ending,
@@ -210,6 +211,24 @@ def test_one_failure_too_many_stops_the_step_and_names_the_first():
     assert "and 2 more" in message
     assert "bad4" not in message
     assert len(play(player, tasks, 1, max_failures=5)) == 6
+
+
+def test_without_any_sampler_a_step_ends_at_once_however_many_episodes_may_fail():
+    """Requests that hang are not waited for, and no episode is counted as one that failed."""
+
+    class Gone(Recorder):
+        async def sample(self, prompt: Prompt, params: SamplingParams) -> Completion:
+            self.seeds.append(params.seed)
+            if len(self.seeds) > 2:
+                raise NoSampler("no sampler is left")
+            await asyncio.Event().wait()
+            return await super().sample(prompt, params)
+
+    sampler, failures = Gone(), Failures(0, 99)
+    player = Player(sampler, Words(), Fragile, seed=3)
+    with pytest.raises(NoSampler, match="no sampler is left"):
+        asyncio.run(player.play([task("a")], 4, SamplingParams(max_tokens=4), step=0, failures=failures))
+    assert len(sampler.seeds) == 4 and failures._errors == []
 
 
 def test_a_cancelled_step_is_not_a_failure(caplog: pytest.LogCaptureFixture):

@@ -10,7 +10,7 @@ import pytest
 from torch import Tensor
 
 from strop.errors import RolloutError
-from strop.rollout.router import SLACK, Router, SamplerLost
+from strop.rollout.router import SLACK, NoSampler, Router, SamplerLost
 from strop.types import Completion, Float32s, Prompt, SamplingParams, Stop
 
 
@@ -118,7 +118,7 @@ def test_what_a_lost_sampler_was_drawing_is_drawn_elsewhere_once() -> None:
         await router.load_weights([("w", Tensor())], 1)
         assert samplers[0].loaded == [] and samplers[1].loaded == [["w"]] and router.version == 1
         samplers[1].fails = SamplerLost("so did this one")
-        with pytest.raises(RolloutError, match="no sampler is left: 0: its process died; 1: so did this one"):
+        with pytest.raises(NoSampler, match="no sampler is left: 0: its process died; 1: so did this one"):
             await router.sample(prompt(9), PARAMS)
 
     asyncio.run(work())
