@@ -18,6 +18,7 @@ from strop.config.recipe import Recipe
 from strop.parts import POLICY, Parts, build_parts
 from strop.runtime.ranks import RankError
 from strop.stages import run_loops
+from strop.track import rows
 from strop.track.live import live_view
 from strop.track.report import write_report
 from strop.track.run import Run, Watch
@@ -35,15 +36,18 @@ def train(recipe: Recipe, recipe_path: Path, *, resume: bool) -> int:
     """Run the recipe's loops, export the best model, write the report, print what changed. Returns the exit code."""
     console = Console()
     gc.set_threshold(*COLLECT)
+    begun = Path(recipe.run.folder) / rows.RECIPE
+    used = begun.exists() and not resume  # by another run, which a restart must not take for this one
     for left in range(recipe.run.restarts, -1, -1):
         try:
             asyncio.run(_train(recipe, recipe_path, console, resume=resume))
         except RankError as error:
             if not left:
                 raise
+            resume = begun.exists() and not used  # else the ranks were lost before the run began
+            where = "from the newest checkpoint on" if resume else "from the beginning"
             why = escape(str(error))  # it may quote what looks like markup: [rank0], [/tmp/file:12]
-            console.print(f"[bold]from the newest checkpoint on[/bold], restarts left: {left - 1}; {why}")
-            resume = True
+            console.print(f"[bold]{where}[/bold], restarts left: {left - 1}; {why}")
         else:
             break
     return 0

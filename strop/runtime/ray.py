@@ -1,6 +1,6 @@
 """Ranks as actors of a Ray cluster: placed together, each with what it was promised, watched, and stopped together.
 
-    placement group -> an actor for each rank -> rank 0 says where to meet -> process group -> calls, as anywhere
+    placement group -> an actor for each rank -> rank 0 opens a store to meet at -> process group -> calls, as anywhere
 
 Ray places and supervises; tensors of a model move between ranks by torch.distributed alone.
 """
@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import socket
 import traceback
 import weakref
 from collections.abc import Sequence
@@ -53,19 +52,20 @@ class Rank:
     def __init__(self, rank: int, size: int) -> None:
         self._rank, self._size = rank, size
         self._server: RankServer | None = None
+        self._store: TCPStore | None = None  # where the ranks meet; the first one opens it
 
-    def meeting_place(self) -> tuple[str, int]:
-        """An address of this machine, and a port that nobody has."""
-        with socket.socket() as found:
-            found.bind(("", 0))
-            return ray.util.get_node_ip_address(), int(found.getsockname()[1])
+    def open_store(self, timeout_s: float) -> tuple[str, int]:
+        """Where the ranks can meet: this machine's address, and a port that is taken at once, or others might."""
+        address = str(ray.util.get_node_ip_address())
+        self._store = TCPStore(address, 0, None, True, timedelta(seconds=timeout_s), wait_for_workers=False)
+        return address, self._store.port
 
     def start(self, place: tuple[str, int], make: MakeEngine, timeout_s: float) -> Answer:
         """Meet the other ranks, and make this rank's share of the engine."""
         torch.set_num_threads(1)
         logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
         limit = timedelta(seconds=timeout_s)
-        store = TCPStore(place[0], place[1], self._size, is_master=self._rank == 0, timeout=limit)
+        store = self._store or TCPStore(place[0], place[1], None, False, limit, wait_for_workers=False)
         dist.init_process_group("gloo", store=store, rank=self._rank, world_size=self._size, timeout=limit)
         try:
             self._server = RankServer(make(), self._rank)
@@ -112,7 +112,7 @@ class RayRanks:
             )
             self._actors.append(options.remote(rank, len(make_engines)))
         self._end = weakref.finalize(self, _end, self._actors, self._group)  # nobody holds it: make room
-        place = self._get([self._actors[0].meeting_place.remote()], "meeting_place")[0]
+        place = self._get([self._actors[0].open_store.remote(config.timeout_s)], "open_store")[0]
         started = [
             actor.start.remote(place, make, config.timeout_s)
             for actor, make in zip(self._actors, make_engines, strict=True)

@@ -25,6 +25,7 @@ from tests.conformance.rank_engines import cramped_rank
 from tests.ranks.shapes import SHAPES
 from tests.unit.loops.test_recipe import HERE, RECIPE
 
+BEGUN = "rank 1 died in forward"  # after the run's folder was made
 OVER_RANKS = ["engine.parallel.data=2", "grpo.steps=6", "evaluate.every=0"]
 
 
@@ -97,19 +98,38 @@ def test_what_a_rank_said_is_printed_as_it_said_it(
 ) -> None:
     """Also where it looks like markup, as in messages of gloo and paths of C++ files."""
     said = "rank 0 raised: [rank0] [/src/gloo/pair.cc:534] closed by peer"
+    assert restarted(tmp_path, monkeypatch, [said, None]) == [False, False]
+    assert said in " ".join(capsys.readouterr().out.split())
+
+
+def restarted(folder: Path, monkeypatch: pytest.MonkeyPatch, fates: list[str | None]) -> list[bool]:
+    """A run whose starts have these fates: what a rank said when it was lost, if one was. Whether each resumed."""
     resumed: list[bool] = []
 
-    async def fails_once(recipe: Recipe, path: Path, console: object, *, resume: bool) -> None:
+    async def fated(recipe: Recipe, path: Path, console: object, *, resume: bool) -> None:
         resumed.append(resume)
-        if not resume:
+        if (said := fates[len(resumed) - 1]) is not None:
+            if said == BEGUN:
+                (folder / "run").mkdir(exist_ok=True)
+                (folder / "run" / "recipe.yaml").touch()
             raise RankError(said)
 
-    monkeypatch.setattr(runner, "_train", fails_once)
-    path = tmp_path / "tiny.yaml"
+    monkeypatch.setattr(runner, "_train", fated)
+    path = folder / "tiny.yaml"
     path.write_text(RECIPE)
-    assert runner.train(load_recipe(path, ["run.restarts=1"]), path, resume=False) == 0
-    assert resumed == [False, True]
-    assert said in " ".join(capsys.readouterr().out.split())
+    settings = [f"run.restarts={len(fates) - 1}", f"run.folder={folder}/run"]
+    assert runner.train(load_recipe(path, settings), path, resume=False) == 0
+    return resumed
+
+
+def test_ranks_that_are_lost_before_the_run_began_are_started_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """There is nothing to resume then; and another run that lies in the folder is not taken for this one."""
+    early = "rank 0 raised in start"
+    assert restarted(tmp_path, monkeypatch, [early, BEGUN, early, None]) == [False, False, True, True]
+    assert (tmp_path / "run" / "recipe.yaml").exists()
+    assert restarted(tmp_path, monkeypatch, [early, None]) == [False, False]
 
 
 def test_a_full_disk_is_named_and_what_was_there_stays(tmp_path: Path) -> None:
