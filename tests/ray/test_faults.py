@@ -221,7 +221,7 @@ def test_nothing_is_missing_where_nothing_happens(whole: Path) -> None:
     assert_intact(whole, STEPS)
 
 
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
 def test_a_run_that_loses_a_rank_goes_on_by_itself_and_is_the_whole_one(
     how: signal.Signals, whole: Path, tmp_path: Path, started: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -240,6 +240,7 @@ def test_a_run_that_loses_a_rank_goes_on_by_itself_and_is_the_whole_one(
         (signal.SIGKILL, r"^rank 1 died in forward_backward: .*actor died"),
         (signal.SIGSTOP, r"^rank 1 did not answer forward_backward within 5 s and hangs; rank 0 "),
     ],
+    ids=["killed", "stopped"],
 )
 def test_a_run_that_loses_a_rank_ends_and_names_it(
     how: signal.Signals, says: str, tmp_path: Path, started: Any
@@ -280,7 +281,7 @@ def test_attempts_drawn_ahead_are_each_learned_from_once_when_a_sampler_is_lost(
     assert sorted(task for _, task in of_task) == sorted(task.id for task in stream.take(STEPS * TASKS))
 
 
-@pytest.mark.parametrize("loop", [GRPO, ASYNC])
+@pytest.mark.parametrize("loop", [GRPO, ASYNC], ids=["grpo", "async_grpo"])
 def test_a_run_that_loses_all_samplers_names_them_and_can_be_resumed(
     loop: str, whole: Path, tmp_path: Path, started: Any
 ) -> None:
