@@ -71,8 +71,7 @@ async def train(
         # 2. Pack every attempt that did not fail. What each teacher counts for in it depends on its task.
         with run.span("pack"):
             played_PG = np.array([[t.ending is not Ending.FAILED for t in group] for group in groups_P])
-            weights_PM = teacher_weights(cfg.teachers, asked)
-            weights_NM = np.repeat(weights_PM, cfg.group_size, axis=0)[played_PG.ravel()]
+            weights_NM = np.repeat(teacher_weights(cfg.teachers, asked), cfg.group_size, axis=0)[played_PG.ravel()]
             packed = pack_policy(
                 groups_P,
                 np.where(played_PG, 0.0, np.nan),  # there are no advantages yet

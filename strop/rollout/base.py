@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Protocol
 
 from strop.envs.base import Env
+from strop.errors import RolloutError
 from strop.tokens.base import Renderer
 from strop.types import Completion, Ending, Float32s, Message, Prompt, SamplingParams, Segment, Stop, Trajectory
 
@@ -56,6 +57,18 @@ class Sampler(Protocol):
     def close(self) -> None:
         """End what was started for it elsewhere. It is asked for nothing afterwards."""
         ...
+
+
+def check_bounds(params: SamplingParams) -> None:
+    """Raise RolloutError for numbers that say nothing to any sampler."""
+    bounds = {
+        "temperature": params.temperature >= 0,
+        "top_k": params.top_k >= 0,
+        "top_p": 0 < params.top_p <= 1,
+        "min_p": 0 <= params.min_p <= 1,
+    }
+    if wrong := [name for name, holds in bounds.items() if not holds]:
+        raise RolloutError(f"{', '.join(wrong)} out of bounds in {params}")
 
 
 async def play(

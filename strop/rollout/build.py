@@ -24,13 +24,14 @@ def build_sampler(
     With an `adapter` the model may be the trainer's: the sampler adds an adapter of its own to it. vLLM is given the
     model's architecture and weights, sglang the weights, and the model is free again.
     """
+    if adapter is not None and config.kind != "builtin":
+        raise ConfigError(
+            f"sampler.kind {config.kind} serves no adapter of its own: leave it out, and send the engine's merged "
+            "weights"
+        )
     if config.kind == "sglang":
         from strop.rollout.sglang import SglangSampler
 
-        if adapter is not None:
-            raise ConfigError(
-                "sampler.kind sglang serves no adapter of its own: leave it out, and send the engine's merged weights"
-            )
         return SglangSampler.start(
             model,
             config.sglang or SglangConfig(),
@@ -41,10 +42,6 @@ def build_sampler(
     if config.kind == "vllm":
         from strop.rollout.vllm import VllmSampler
 
-        if adapter is not None:
-            raise ConfigError(
-                "sampler.kind vllm serves no adapter of its own: leave it out, and send the engine's merged weights"
-            )
         return VllmSampler.start(
             model,
             config.vllm or VllmConfig(),

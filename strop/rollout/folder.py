@@ -23,6 +23,7 @@ from transformers import PreTrainedModel
 from strop.errors import EngineError
 from strop.models.experts import Form
 from strop.models.saved import export_weights, import_weights
+from strop.rollout.transfer import shards
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -68,7 +69,7 @@ class Policy:
         try:
             places: dict[str, str] = {}
             size = 0
-            for number, shard in enumerate(_shards(self._published(weights), shard_bytes), 1):
+            for number, shard in enumerate(shards(self._published(weights), shard_bytes), 1):
                 name = f"model-{number:05}.safetensors"
                 await asyncio.to_thread(save_file, shard, partial / name, metadata={"format": "pt"})
                 places.update(dict.fromkeys(shard, name))
@@ -102,17 +103,3 @@ class Policy:
         if (tuple(tensor.shape), tensor.dtype) != (shape, dtype):
             raise EngineError(f"{name} is {tuple(tensor.shape)} {tensor.dtype}, the sampler's is {shape} {dtype}")
         return tensor
-
-
-def _shards(weights: Iterable[tuple[str, Tensor]], size: int) -> Iterator[dict[str, Tensor]]:
-    """Copies in host memory, so that tensors which are parts of one buffer are saved each for itself."""
-    shard: dict[str, Tensor] = {}
-    held = 0
-    for name, tensor in weights:
-        shard[name] = tensor.detach().to("cpu", copy=True).contiguous()
-        held += tensor.nbytes
-        if held >= size:
-            yield shard
-            shard, held = {}, 0
-    if shard:
-        yield shard

@@ -15,6 +15,7 @@ from typing import Any, cast
 import numpy as np
 
 from strop.errors import RolloutError
+from strop.rollout.base import check_bounds
 from strop.types import Float32s, Int32s, SamplingParams, Stop
 
 GREEDY_BELOW = 1e-6  # sglang takes lower temperatures for 0
@@ -51,14 +52,7 @@ def check_params(params: SamplingParams) -> None:
         raise RolloutError(f"max_tokens={params.max_tokens}: a completion has at least one token")
     if params.routes:
         raise RolloutError("the sglang sampler does not tell which experts were taken: leave router_replay off")
-    bounds = {
-        "temperature": params.temperature >= 0,
-        "top_k": params.top_k >= 0,
-        "top_p": 0 < params.top_p <= 1,
-        "min_p": 0 <= params.min_p <= 1,
-    }
-    if wrong := [name for name, holds in bounds.items() if not holds]:
-        raise RolloutError(f"{', '.join(wrong)} out of bounds in {params}")
+    check_bounds(params)
     if 0 < params.temperature < GREEDY_BELOW:
         raise RolloutError(f"temperature {params.temperature}: sglang takes it for 0; set 0 for greedy")
     if params.temperature == 0:

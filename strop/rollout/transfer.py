@@ -165,6 +165,20 @@ def cast(weights: Iterable[tuple[str, Tensor]], dtype: torch.dtype | None) -> It
         yield name, tensor.to(dtype) if dtype is not None and tensor.is_floating_point() else tensor
 
 
+def shards(weights: Iterable[tuple[str, Tensor]], size: int) -> Iterator[dict[str, Tensor]]:
+    """Copies in host memory, so that tensors which are parts of one buffer are saved each for itself."""
+    shard: dict[str, Tensor] = {}
+    held = 0
+    for name, tensor in weights:
+        shard[name] = tensor.detach().to("cpu", copy=True).contiguous()
+        held += tensor.nbytes
+        if held >= size:
+            yield shard
+            shard, held = {}, 0
+    if shard:
+        yield shard
+
+
 class Incoming:
     """The receiving end of one version. `held` are the weights of the shipment that changes are relative to."""
 

@@ -30,6 +30,7 @@ from strop.models.attention import PackedAttention
 from strop.models.experts import Form
 from strop.models.saved import export_weights, import_weights
 from strop.ops.logprobs import Head, HeadImpl, score_targets
+from strop.rollout.base import check_bounds
 from strop.rollout.delta import delta_of
 from strop.rollout.transfer import BUCKET_BYTES
 from strop.rollout.vllm_link import Link, connect
@@ -324,14 +325,7 @@ class VllmSampler:
             raise RolloutError(
                 f"temperature {params.temperature}: vLLM draws below {COLDEST} as at {COLDEST}; set 0 for greedy"
             )
-        bounds = {
-            "temperature": params.temperature >= 0,
-            "top_k": params.top_k >= 0,
-            "top_p": 0 < params.top_p <= 1,
-            "min_p": 0 <= params.min_p <= 1,
-        }
-        if wrong := [name for name, holds in bounds.items() if not holds]:
-            raise RolloutError(f"{', '.join(wrong)} out of bounds in {params}")
+        check_bounds(params)
         self._check_tokens(prompt, params.max_tokens)
 
     def _check_tokens(self, prompt: Prompt, max_tokens: int) -> None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import json
 import shutil
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Protocol
@@ -24,7 +24,7 @@ from torch import Tensor
 
 from strop.errors import EngineError
 from strop.rollout.router import SamplerLost
-from strop.rollout.transfer import Entry, Incoming, cast, entry_of
+from strop.rollout.transfer import Entry, Incoming, cast, entry_of, shards
 
 FILE_BYTES = 1 << 30
 ENTRIES = "entries.json"
@@ -39,7 +39,7 @@ def write_version(weights: Iterable[tuple[str, Tensor]], folder: Path, file_byte
     entries: dict[str, list[dict[str, object]]] = {}
     try:
         partial.mkdir(parents=True)
-        for number, tensors in enumerate(_files(weights, file_bytes), 1):
+        for number, tensors in enumerate(shards(weights, file_bytes), 1):
             name = f"weights-{number:05}.safetensors"
             save_file(tensors, partial / name)
             entries[name] = [asdict(entry_of(n, tensor)) for n, tensor in tensors.items()]
@@ -116,20 +116,6 @@ class Disk:
             for old in self._folder.glob(pattern):
                 if old != kept:
                     shutil.rmtree(old, ignore_errors=True)
-
-
-def _files(weights: Iterable[tuple[str, Tensor]], size: int) -> Iterator[dict[str, Tensor]]:
-    """Copies in host memory, so that tensors which are parts of one buffer are saved each for itself."""
-    tensors: dict[str, Tensor] = {}
-    held = 0
-    for name, tensor in weights:
-        tensors[name] = tensor.detach().to("cpu", copy=True).contiguous()
-        held += tensor.nbytes
-        if held >= size:
-            yield tensors
-            tensors, held = {}, 0
-    if tensors:
-        yield tensors
 
 
 def _entry(described: dict[str, object]) -> Entry:

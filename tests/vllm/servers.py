@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
-from dataclasses import dataclass, field
 from typing import Any
 
 from strop.config.vllm import VllmConfig
@@ -32,43 +30,6 @@ def wider(family: str) -> dict[str, Any]:
     """The suite's model of this family, as small as vLLM can run it."""
     own = tiny_models.FAMILIES[family]
     return {**own, **{key: size for key, size in WIDER.items() if key in own}}
-
-
-@dataclass(slots=True)
-class Servers:
-    """Started engines by (family, limits), the least lately used first."""
-
-    started: list[tuple[tuple[str, Limits], VllmSampler]] = field(default_factory=list)
-    lent: list[VllmSampler] = field(default_factory=list)
-
-    def lend(self, family: str, seed: int, limits: Limits) -> VllmSampler:
-        """An engine of its own until `take_back`, with these weights as version 0."""
-        for place, (key, sampler) in enumerate(self.started):
-            if key == (family, limits) and sampler not in self.lent:
-                self.started.append(self.started.pop(place))
-                asyncio.run(sampler.wake())
-                asyncio.run(sampler.load_weights(tiny_model(family, seed=seed).state(), 0))
-                self.lent.append(sampler)
-                return sampler
-        free = [pair for pair in self.started if pair[1] not in self.lent]
-        if len(self.started) >= AT_ONCE and free:
-            self.started.remove(free[0])
-            free[0][1].close()
-        sampler = start(family, seed, limits)
-        self.started.append(((family, limits), sampler))
-        self.lent.append(sampler)
-        return sampler
-
-    def take_back(self) -> None:
-        self.lent.clear()
-
-    def forget(self, sampler: VllmSampler) -> None:
-        """One that is gone."""
-        self.started = [pair for pair in self.started if pair[1] is not sampler]
-
-    def close(self) -> None:
-        for _, sampler in self.started:
-            sampler.close()
 
 
 def start(family: str, seed: int, limits: Limits) -> VllmSampler:

@@ -24,20 +24,21 @@ from strop.rollout.router import SamplerLost
 from strop.rollout.vllm import VllmSampler
 from strop.types import Completion, Int32s, Prompt, SamplingParams, Stop
 from tests import tiny_models
+from tests.conformance.servers import Servers
 from tests.conformance.test_sampler import *
 from tests.conformance.test_sampler import Factory, Limits, decode, expected_logprobs, other_weights, run, tokens
 from tests.tiny_models import tiny_model
 from tests.unit.loops import test_router_replay
 from tests.unit.loops.test_recipe import RECIPE
 from tests.unit.rollout.builtin.test_routes import routed
-from tests.vllm.servers import FAMILIES, PYTHON, Servers, wider
+from tests.vllm.servers import AT_ONCE, FAMILIES, PYTHON, start, wider
 
 pytestmark = pytest.mark.skipif(not PYTHON, reason="needs VLLM_PYTHON, the Python of an environment that has vLLM")
 
 
 @pytest.fixture(scope="module")
-def servers() -> Iterator[Servers]:
-    servers = Servers()
+def servers() -> Iterator[Servers[VllmSampler]]:
+    servers = Servers(start, AT_ONCE)
     with pytest.MonkeyPatch.context() as patch:
         for family in FAMILIES:
             patch.setitem(tiny_models.FAMILIES, family, wider(family))
@@ -46,7 +47,7 @@ def servers() -> Iterator[Servers]:
 
 
 @pytest.fixture
-def factory(servers: Servers) -> Iterator[Factory]:
+def factory(servers: Servers[VllmSampler]) -> Iterator[Factory]:
     def lend(family: str, seed: int, limits: Limits) -> Sampler:
         if family not in FAMILIES:
             pytest.skip(f"{family}: one vLLM start each for {', '.join(FAMILIES)} only")
@@ -168,7 +169,7 @@ def test_a_model_without_experts_has_no_routes(sampler: Sampler) -> None:
         run(sampler.sample(Prompt(tokens(5)), SamplingParams(max_tokens=4, routes=True)))
 
 
-def test_a_killed_host_is_lost_and_leaves_no_process_behind(servers: Servers) -> None:
+def test_a_killed_host_is_lost_and_leaves_no_process_behind(servers: Servers[VllmSampler]) -> None:
     sampler = servers.lend("qwen3", 0, Limits())
     child = sampler._link._child
     assert child is not None

@@ -25,6 +25,7 @@ from strop.models.moe import has_routers
 from strop.models.saved import import_weights
 from strop.ops.logprobs import Head, HeadImpl, score_targets
 from strop.ops.paged import PagedKV
+from strop.rollout.base import check_bounds
 from strop.rollout.builtin.attention import CachedAttention
 from strop.rollout.builtin.draw import Drawn, draw
 from strop.rollout.builtin.pages import PagePool, pages_for
@@ -183,14 +184,7 @@ class BuiltinSampler:
             raise RolloutError(f"{name} has no routers that strop knows: leave SamplingParams.routes off")
         if params.stop_strings and self._decode is None:
             raise RolloutError(f"stop strings {params.stop_strings} need a sampler that was given `decode`")
-        bounds = {
-            "temperature": params.temperature >= 0,
-            "top_k": params.top_k >= 0,
-            "top_p": 0 < params.top_p <= 1,
-            "min_p": 0 <= params.min_p <= 1,
-        }
-        if wrong := [name for name, holds in bounds.items() if not holds]:
-            raise RolloutError(f"{', '.join(wrong)} out of bounds in {params}")
+        check_bounds(params)
         self._check_tokens(prompt, params.max_tokens)
 
     def _check_tokens(self, prompt: Prompt, max_tokens: int) -> None:
