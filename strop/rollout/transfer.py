@@ -9,7 +9,6 @@ and right: the checksum is of the whole tensor, also where only changes came.
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -18,11 +17,10 @@ import torch
 from torch import Tensor
 
 from strop.errors import EngineError
+from strop.ops.checksum import checksum
 from strop.rollout.delta import Delta, apply_deltas, delta_of
 
 BUCKET_BYTES = 64 << 20
-_WORDS = 1024  # 64-bit words in a row of the checksum
-_ROWS = 256  # rows that are read from memory once and summed twice
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,36 +37,9 @@ Content = Tensor | Delta
 Bucket = list[tuple[Entry, Content]]
 
 
-def entry_of(name: str, tensor: Tensor) -> Entry:
-    return Entry(name, tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."), checksum(tensor))
-
-
-def checksum(tensor: Tensor) -> int:
-    """32 bits of a tensor's bytes, at the speed of memory.
-
-    The bytes are rows of 64-bit words, which are summed by row and by column; the sums, and what fills no row, go
-    through CRC-32. Any one changed word changes a sum, and so do any two that change places.
-    """
-    flat = tensor.detach().contiguous().view(-1)
-    if not flat.numel():
-        return 0
-    if flat.storage_offset() * flat.element_size() % 8:
-        flat = flat.clone()
-    raw = flat.view(torch.uint8)
-    whole = raw.numel() // (8 * _WORDS) * (8 * _WORDS)
-    found = 0
-    if whole:
-        words = raw[:whole].view(torch.int64).view(-1, _WORDS)
-        by_column = torch.zeros(_WORDS, dtype=torch.int64, device=words.device)
-        for rows in words.split(_ROWS):
-            by_column += rows.sum(0)
-            found = zlib.crc32(_bytes(rows.sum(1)), found)
-        found = zlib.crc32(_bytes(by_column), found)
-    return zlib.crc32(_bytes(raw[whole:]), found)
-
-
-def _bytes(tensor: Tensor) -> memoryview:
-    return tensor.cpu().view(torch.uint8).numpy().data
+def entry_of(name: str, tensor: Tensor, into: Tensor | None = None) -> Entry:
+    """What there is to say of a tensor; its bytes are copied to `into` on the way."""
+    return Entry(name, tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."), checksum(tensor, into))
 
 
 def buckets(parts: Iterable[tuple[Entry, Content]], size: int = BUCKET_BYTES) -> Iterator[Bucket]:

@@ -3,14 +3,17 @@
     header (what comes, with checksums) -> a bucket of bytes -> ... -> end -> everybody: is all right? -> load
 
 Rank 0 of a process group of its own sends, every other rank receives. All take part in every exchange, whatever goes
-wrong: an error is kept until the end, where all learn of it and nobody serves the version.
+wrong: an error is kept until the end, where all learn of it and nobody serves the version. Where all are on one machine
+and the bytes are in its memory, buckets lie in memory that they share, and only what is said of them goes over sockets.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Generator, Iterable
+import logging
+import math
+from collections.abc import Generator, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -22,10 +25,13 @@ from torch import Tensor
 from strop.errors import EngineError, StropError
 from strop.rollout.base import Sampler
 from strop.rollout.transfer import Entry, Incoming, entry_of
+from strop.weights.shared import Lent, borrow, forget, lend
 
 BUCKET_BYTES = 32 << 20
+_HEADER_BYTES = 8 << 10  # of a message, which fit into its first exchange: each takes most of a millisecond
 _ALIGNED = 16  # bytes: where a tensor may begin in a bucket
 
+log = logging.getLogger(__name__)
 Group = dist.ProcessGroup
 
 
@@ -38,11 +44,16 @@ class NotServed(EngineError):
 
 
 class Sender:
-    """Rank 0 of `group`; `device` is where the group's backend takes tensors from."""
+    """Rank 0 of `group`; `device` is where the group's backend takes tensors from. `shares` False: bytes go over the
+    group's connections, wherever the receivers are."""
 
-    def __init__(self, group: Group, device: str = "cpu", bucket_bytes: int = BUCKET_BYTES) -> None:
+    def __init__(
+        self, group: Group, device: str = "cpu", bucket_bytes: int = BUCKET_BYTES, *, shares: bool = True
+    ) -> None:
         self._wire = _Wire(group, torch.device(device))
         self._bucket_bytes = bucket_bytes
+        self._shares = shares and self._wire.device.type == "cpu"
+        self._shared: dict[int, Tensor] = {}  # buckets that all have
         self._buffers = _Buffers(self._wire.device)
 
     def send(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
@@ -54,11 +65,7 @@ class Sender:
         self._wire.announce({"version": version})
         try:
             for number, bucket in enumerate(self._buckets(weights)):
-                entries = [entry_of(name, tensor) for name, tensor in bucket]
-                staged = self._stage(number % 2, entries, bucket)
-                self._wire.wait()
-                self._wire.announce({"entries": [asdict(entry) for entry in entries]})
-                self._wire.start(staged)
+                self._put(number, bucket)
                 count += len(bucket)
         except Broken:
             raise
@@ -78,17 +85,40 @@ class Sender:
         """Hang up. Receivers that wait learn of it at once."""
         self._wire.close()
 
-    def _stage(self, index: int, entries: list[Entry], bucket: list[tuple[str, Tensor]]) -> Tensor:
-        """The bytes of a bucket in one of two buffers: one is on its way while the other is filled. A group sends one
-        long message at two to three times the rate of many short ones."""
-        staged, start = self._buffers.take(index, sum(map(_room, entries))), 0
-        for entry, (_, tensor) in zip(entries, bucket, strict=True):
-            raw = tensor.detach().contiguous().view(-1).view(torch.uint8)
-            staged[start : start + raw.numel()].copy_(raw)
-            start += _room(entry)
-        return staged
+    def _put(self, number: int, bucket: list[tuple[str, Tensor]]) -> None:
+        size = sum(_room(tensor.nbytes) for _, tensor in bucket)
+        shared = self._share(number, size)
+        staged = self._buffers.take(number % 2, size) if shared is None else shared[:size]
+        entries = _fill(staged, bucket)
+        self._wire.wait()
+        self._wire.announce({"entries": [asdict(entry) for entry in entries], "shared": shared is not None})
+        if shared is None:
+            self._wire.start(staged)
 
-    def _buckets(self, weights: Iterable[tuple[str, Tensor]]) -> Iterable[list[tuple[str, Tensor]]]:
+    def _share(self, number: int, size: int) -> Tensor | None:
+        """Memory for a bucket that all ranks have; None when they have none, and are not to be asked again."""
+        held = self._shared.get(number)
+        if held is not None and len(held) >= size:
+            return held
+        lent, memory = (lend(size) if self._shares else None) or (None, None)
+        if lent is None or memory is None:
+            if self._shares:
+                log.warning(
+                    "weights are broadcast over connections: this machine has no shared memory for %d bytes", size
+                )
+            self._shares = False
+            return None
+        try:
+            self._wire.announce({"memory": asdict(lent), "bucket": number})
+            self._shares = self._wire.agree(True)
+        finally:
+            forget(lent)
+        if not self._shares:
+            return None
+        self._shared[number] = memory
+        return memory
+
+    def _buckets(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[list[tuple[str, Tensor]]]:
         bucket: list[tuple[str, Tensor]] = []
         held = 0
         for name, tensor in weights:
@@ -99,6 +129,17 @@ class Sender:
                 bucket, held = [], 0
         if bucket:
             yield bucket
+
+
+def _fill(staged: Tensor, bucket: list[tuple[str, Tensor]]) -> list[Entry]:
+    """Copy tensors into a bucket, one after the other, and say what they are. A group sends one long message at two to
+    three times the rate of many short ones."""
+    entries: list[Entry] = []
+    start = 0
+    for name, tensor in bucket:
+        entries.append(entry_of(name, tensor, staged[start : start + tensor.nbytes]))
+        start += _room(tensor.nbytes)
+    return entries
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,6 +156,7 @@ class Receiver:
 
     def __init__(self, group: Group, device: str = "cpu") -> None:
         self._wire = _Wire(group, torch.device(device))
+        self._shared: dict[int, Tensor] = {}
         self._buffers = _Buffers(self._wire.device)
 
     async def load(self, sampler: Sampler) -> None:
@@ -134,14 +176,22 @@ class Receiver:
     def receive(self) -> Arrived:
         """Wait for a version. Raises EngineError when it did not arrive whole at every receiver."""
         version = int(self._wire.hear()["version"])
-        incoming, error, pending, bucket = Incoming(version), None, list[tuple[Entry, Tensor]](), 0
-        while "entries" in (said := self._wire.hear()):
+        incoming, error, pending, number = Incoming(version), None, list[tuple[Entry, Tensor]](), 0
+        while "count" not in (said := self._wire.hear()):
+            if "memory" in said:
+                self._share(int(said["bucket"]), Lent(**said["memory"]))
+                continue
             entries = [Entry(e["name"], tuple(e["shape"]), e["dtype"], e["checksum"]) for e in said["entries"]]
-            buffer = self._buffers.take(bucket, sum(map(_room, entries)))
-            self._wire.start(buffer)
-            error = error or _take(incoming, pending)  # while the next one is on its way
-            self._wire.wait()
-            pending, bucket = _cut(buffer, entries), bucket + 1
+            if said["shared"]:
+                error = error or _take(incoming, pending) or _take(incoming, _cut(self._shared[number], entries))
+                pending = []
+            else:
+                buffer = self._buffers.take(number, sum(_room(_bytes_of(entry)) for entry in entries))
+                self._wire.start(buffer)
+                error = error or _take(incoming, pending)  # while the next one is on its way
+                self._wire.wait()
+                pending = _cut(buffer, entries)
+            number += 1
         error = error or _take(incoming, pending)
         weights: dict[str, Tensor] = {}
         count: int | None = said["count"]
@@ -158,6 +208,11 @@ class Receiver:
         if not everywhere:
             raise EngineError(f"version {version} is whole here and not everywhere: it is not served")
         return Arrived(version, weights)
+
+    def _share(self, number: int, lent: Lent) -> None:
+        memory = borrow(lent)
+        if self._wire.agree(memory is not None) and memory is not None:
+            self._shared[number] = memory
 
     def close(self) -> None:
         """Hang up. The others learn of it at once."""
@@ -198,16 +253,24 @@ class _Wire:
         self._open, self._flying = None, []
 
     def announce(self, message: dict[str, Any]) -> None:
-        data = torch.frombuffer(bytearray(json.dumps(message).encode()), dtype=torch.uint8).to(self.device)
-        self._broadcast(torch.tensor([data.numel()], device=self.device))
-        self._broadcast(data)
+        data = json.dumps(message).encode()
+        whole = torch.zeros(max(_HEADER_BYTES, 8 + len(data)), dtype=torch.uint8)
+        whole[: 8 + len(data)] = torch.frombuffer(bytearray(len(data).to_bytes(8, "little") + data), dtype=torch.uint8)
+        whole = whole.to(self.device)
+        self._broadcast(whole[:_HEADER_BYTES])
+        if len(whole) > _HEADER_BYTES:
+            self._broadcast(whole[_HEADER_BYTES:])
 
     def hear(self) -> dict[str, Any]:
-        size = torch.zeros(1, dtype=torch.int64, device=self.device)
-        self._broadcast(size)
-        data = torch.empty(int(size), dtype=torch.uint8, device=self.device)
-        self._broadcast(data)
-        return json.loads(bytes(data.cpu().numpy()))
+        first = torch.zeros(_HEADER_BYTES, dtype=torch.uint8, device=self.device)
+        self._broadcast(first)
+        data = bytes(first.cpu().numpy())
+        end = 8 + int.from_bytes(data[:8], "little")
+        if end > _HEADER_BYTES:
+            more = torch.zeros(end - _HEADER_BYTES, dtype=torch.uint8, device=self.device)
+            self._broadcast(more)
+            data += bytes(more.cpu().numpy())
+        return json.loads(data[8:end])
 
     def start(self, data: Tensor) -> None:
         """Begin to exchange bytes; they are not touched before `wait`."""
@@ -252,29 +315,26 @@ def _take(incoming: Incoming, bucket: list[tuple[Entry, Tensor]]) -> EngineError
     return None
 
 
-def _room(entry: Entry) -> int:
-    size = _dtype(entry).itemsize
-    for length in entry.shape:
-        size *= length
+def _cut(buffer: Tensor, entries: list[Entry]) -> list[tuple[Entry, Tensor]]:
+    found: list[tuple[Entry, Tensor]] = []
+    start = 0
+    for entry in entries:
+        size = _bytes_of(entry)
+        found.append((entry, buffer[start : start + size].view(_dtype(entry)).view(entry.shape)))
+        start += _room(size)
+    return found
+
+
+def _room(size: int) -> int:
     return -(-size // _ALIGNED) * _ALIGNED
+
+
+def _bytes_of(entry: Entry) -> int:
+    return math.prod(entry.shape) * _dtype(entry).itemsize
 
 
 def _dtype(entry: Entry) -> torch.dtype:
     found = torch.__dict__.get(entry.dtype)
     if not isinstance(found, torch.dtype):
         raise EngineError(f"weight {entry.name} was sent as {entry.dtype}, which is no number format of torch's")
-    return found
-
-
-def _cut(buffer: Tensor, entries: list[Entry]) -> list[tuple[Entry, Tensor]]:
-    found: list[tuple[Entry, Tensor]] = []
-    start = 0
-    for entry in entries:
-        dtype, room = _dtype(entry), _room(entry)
-        count = 1
-        for length in entry.shape:
-            count *= length
-        raw = buffer[start : start + count * dtype.itemsize]
-        found.append((entry, raw.view(dtype).view(entry.shape)))
-        start += room
     return found

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -17,9 +18,10 @@ from torch.distributed import FileStore  # pyright: ignore[reportPrivateImportUs
 
 from strop.config.recipe import SamplerConfig
 from strop.errors import EngineError, StropError
+from strop.ops.checksum import checksum
 from strop.rollout.build import build_sampler
-from strop.rollout.transfer import checksum
 from strop.types import Prompt, SamplingParams
+from strop.weights import collective
 from strop.weights.collective import Receiver, Sender
 from tests.tiny_models import tiny_model
 
@@ -79,17 +81,25 @@ def receives(receiver: Receiver) -> list[Any]:
     return said
 
 
-def work(pipe: Connection, rank: int, store: str) -> None:
+def work(pipe: Connection, rank: int, store: str, memory: str) -> None:
     torch.set_num_threads(1)
+    if memory == "another machine" and rank == 2:
+        collective.borrow = lambda lent: None
     limit = timedelta(seconds=120)
     dist.init_process_group("gloo", store=FileStore(store, SIZE), rank=rank, world_size=SIZE, timeout=limit)
     group = dist.distributed_c10d._get_default_group()
-    pipe.send(sends(Sender(group, bucket_bytes=BUCKET)) if rank == 0 else receives(Receiver(group)))
+    if rank == 0:
+        sender = Sender(group, bucket_bytes=BUCKET, shares=memory != "sockets")
+        pipe.send([*sends(sender), bool(sender._shared)])
+    else:
+        pipe.send(receives(Receiver(group)))
     dist.destroy_process_group()
 
 
-def test_samplers_serve_a_version_together_or_not_at_all(tmp_path: Path) -> None:
-    """E04, E12, E13, E17, G06: one sender, two samplers in processes of their own, many small buckets.
+@pytest.mark.parametrize("memory", ["shared", "sockets", "another machine"])
+def test_samplers_serve_a_version_together_or_not_at_all(memory: str, tmp_path: Path) -> None:
+    """E04, E12, E13, E17, G06: one sender, two samplers in processes of their own, many small buckets; in memory that
+    all share, over connections, and where one of them is on another machine.
 
     A weight that is missing, and an engine that fails half-way, leave both with the version that they served.
     """
@@ -99,13 +109,14 @@ def test_samplers_serve_a_version_together_or_not_at_all(tmp_path: Path) -> None
     children: list[Any] = []
     for rank in range(SIZE):
         here, there = context.Pipe()
-        children.append(context.Process(target=work, args=(there, rank, str(tmp_path / "store")), daemon=True))
+        children.append(context.Process(target=work, args=(there, rank, str(tmp_path / "store"), memory), daemon=True))
         children[-1].start()
         there.close()
         pipes.append(here)
     sent, *received = [pipe.recv() for pipe in pipes]
     for child in children:
         child.join()
+    assert sent.pop() == (memory == "shared")
     assert [said.split(":")[0] for said in sent] == [
         "sent",
         "sent",

@@ -173,4 +173,5 @@ SIGNATURES: tuple[tuple[str, type | None, tuple[type, ...]], ...] = (
     ("attention_backward", None, (_P, _N) * 3 + (_P,) * 3 + (_N, _F) + (_P,) * 6 + (_N,) * 4 + (_I,)),
     ("paged_attention", _N, (_P, _N) + (_P,) * 3 + (_N, _N, _P, _P, _N, _N, _F, _P) + (_N,) * 4 + (_I,)),
     ("paged_write", _N, (_P, _N, _P, _N, _P, _N, _N, _P, _P, _N, _N, _N)),
+    ("checksum", None, (_P, _P, _N, _N, _P, _P)),
 )

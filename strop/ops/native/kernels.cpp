@@ -2,6 +2,7 @@
 // A `stride` is the distance between rows, whose elements lie side by side; arrays without one are dense.
 
 #include "attention.h"
+#include "checksum.h"
 #include "elementwise.h"
 #include "paged.h"
 
@@ -168,4 +169,13 @@ STROP_API int64_t strop_paged_write(const float* k, int64_t k_stride, const floa
                                     const int64_t* slots, int64_t T, int64_t pages, float* keys, float* values, int64_t J,
                                     int64_t C, int64_t CV) {
   return paged_write(k, k_stride, v, v_stride, slots, T, J, C, CV, pages, keys, values);
+}
+
+// Bytes in rows of `width` 64-bit words, a multiple of W; by_row [rows] is written, by_column [width] added to, `to` may be
+// null.
+STROP_API void strop_checksum(const char* from, char* to, int64_t rows, int64_t width, char* by_row, char* by_column) {
+  if (to)
+    checksum_rows<true>(from, to, rows, width, by_row, by_column);
+  else
+    checksum_rows<false>(from, to, rows, width, by_row, by_column);
 }

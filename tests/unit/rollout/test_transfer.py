@@ -10,7 +10,7 @@ from torch import Tensor
 
 from strop.errors import EngineError
 from strop.rollout.delta import Delta
-from strop.rollout.transfer import Bucket, Inbox, Incoming, Outbox, Shipment, buckets, checksum, entry_of, size_of
+from strop.rollout.transfer import Bucket, Inbox, Incoming, Outbox, Shipment, buckets, entry_of, size_of
 
 Weights = dict[str, Tensor]
 NAN, OTHER_NAN = 0x7FC00000, 0x7FC00001
@@ -84,32 +84,6 @@ def test_nothing_is_used_before_all_is_there() -> None:
         inbox.put([(bucket[0][0], torch.zeros(2, 3))])
     with pytest.raises(EngineError, match="nobody announced"):  # what followed a mistake is of no version
         inbox.put(bucket[1:])
-
-
-@pytest.mark.parametrize("rows", [0, 1, 3, 256, 300])
-@pytest.mark.parametrize("more", [0, 1, 1023])
-def test_a_checksum_tells_any_bit_and_any_order(rows: int, more: int) -> None:
-    """Rows of words, and what fills none; where one word changed, or two changed places."""
-    random = torch.Generator().manual_seed(rows + more)
-    words = torch.randint(-(2**62), 2**62, (rows * 1024 + more,), generator=random)
-    known = checksum(words)
-    assert known == checksum(words.clone()) == checksum(torch.cat([words[:1], words])[1:])
-    for at in {0, len(words) // 2, len(words) - 1} if len(words) else set[int]():
-        for bit in (0, 40, 63):
-            other = words.clone()
-            other[at] ^= torch.tensor(1, dtype=torch.int64) << bit
-            assert checksum(other) != known
-        other = words.clone()
-        other[[0, at]] = other[[at, 0]]
-        assert (checksum(other) == known) == (at == 0)
-
-
-def test_different_nans_have_different_checksums() -> None:
-    """A value that is not equal to itself is still told from another. E03: bytes are those in order."""
-    one = torch.tensor([NAN, OTHER_NAN], dtype=torch.int32).view(torch.float32)
-    assert checksum(one[:1].clone()) != checksum(one[1:])
-    strided = torch.arange(12.0).view(3, 4).t()
-    assert entry_of("x", strided).checksum == checksum(strided.contiguous())
 
 
 def test_changes_alone_are_sent_and_give_the_new_weights_to_the_bit() -> None:

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from strop.errors import EngineError, RolloutError
+from strop.ops.checksum import checksum
 from strop.rollout.router import SamplerLost
-from strop.rollout.transfer import checksum
 from strop.runtime.ranks import RankError
 from strop.weights.broadcast import Broadcast, Place, meet, open_store
 from strop.weights.collective import Broken, Receiver

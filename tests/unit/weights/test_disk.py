@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from strop.errors import EngineError
+from strop.ops.checksum import checksum
 from strop.rollout.router import SamplerLost
-from strop.rollout.transfer import checksum
 from strop.weights.disk import ENTRIES, Disk, read_version, write_version
 from tests.ranks.test_broadcast import odd
 
