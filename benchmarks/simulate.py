@@ -9,8 +9,9 @@ log-normal lengths.
 
 Time is the controller's own CPU time; where it has nothing to do but wait, the wait is skipped and only counted. So
 samplers idle for two reasons, which are told apart by a second figure: the step as it would be if the controller took
-no time. What the samplers' own stand-ins cost is left out. One step is one burst: all attempts begin together, and its
-end is the longest reply's, which is most of what idles a synchronous step.
+no time. What the samplers' own stand-ins cost is left out. Two steps are run: the first tells the memory, the second
+the rest, in memory that the process has by then, as all steps of a run but its first. One step is one burst: all
+attempts begin together, and its end is the longest reply's, which is most of what idles a synchronous step.
 
 The last line is ratio=A / B: A, the samples a second that so many samplers can draw, over B, those that the controller
 can take in and hand out: below 1 the samplers are what a step waits for, above 1 the controller is.
@@ -23,12 +24,12 @@ import asyncio
 import gc
 import heapq
 import os
-import resource
 import selectors
 import time
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 os.environ["OMP_NUM_THREADS"] = "1"  # read when numpy and torch load
@@ -43,6 +44,7 @@ from strop.data.packing import pack_policy
 from strop.data.placement import cost
 from strop.data.stream import TaskStream
 from strop.data.tasks import Task
+from strop.environment import keep_memory
 from strop.envs.base import EnvStep
 from strop.loops.collect import collect
 from strop.recipe import COLLECT
@@ -239,6 +241,14 @@ def replies_of(mean: int, sigma: float, seed: int) -> Replies:
     )
 
 
+def peak_mb(*, begin: bool = False) -> float:
+    """The most memory that this process has held since the last call that was to begin anew."""
+    if begin:
+        Path("/proc/self/clear_refs").write_text("5")
+    (line,) = (one for one in Path("/proc/self/status").read_text().splitlines() if one.startswith("VmHWM:"))
+    return int(line.split()[1]) / 1024
+
+
 def shortest(lengths: np.ndarray, places: int) -> float:
     """Tokens of the busiest place when each request goes to the first free one, in order."""
     ends = [0] * places
@@ -249,7 +259,7 @@ def shortest(lengths: np.ndarray, places: int) -> float:
 
 def step(samplers: int, samples: int, replies: Replies, arguments: argparse.Namespace) -> Found:
     gc.collect()
-    before_mb = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+    before_mb = peak_mb(begin=True)
     world = World()
     stands = [Stand(world, replies, arguments.running, arguments.rate) for _ in range(samplers)]
     tasks = [
@@ -299,7 +309,7 @@ def step(samplers: int, samples: int, replies: Replies, arguments: argparse.Name
         idle_ideal=1 - busy / (places * ideal_s),
         idle_ranks=1 - mean_s / (rank_s + learn_cpu),
         imbalance=float(costs.sum(0).max() / costs.sum(0).mean() - 1),
-        memory_mb=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024 - before_mb,
+        memory_mb=peak_mb() - before_mb,
         draws=places * arguments.rate / lengths.mean(),
     )
 
@@ -323,6 +333,7 @@ def main() -> None:
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     gc.set_threshold(*COLLECT)  # as a run does
+    keep_memory()  # as well
     replies = replies_of(arguments.mean, arguments.sigma, seed=0)
     print(
         f"{'samplers':>8} {'samples':>8} {'collect':>8} {'learn':>7} {'us/sample':>9} {'step s':>8} {'ideal s':>8} "
@@ -331,11 +342,13 @@ def main() -> None:
     ratio = ""
     for samplers in arguments.samplers:
         samples = arguments.samples or max(samplers * arguments.each, GROUP * arguments.ranks)
-        f = step(samplers, samples // GROUP * GROUP, replies, arguments)
+        samples = samples // GROUP * GROUP
+        first = step(samplers, samples, replies, arguments)
+        f = step(samplers, samples, replies, arguments)
         print(
             f"{samplers:>8} {f.samples:>8} {f.collect_cpu:>8.2f} {f.learn_cpu:>7.2f} {f.cpu_us:>9.1f} "
             f"{f.sample_s:>8.2f} {f.ideal_s:>8.2f} {f.idle:>6.1%} {f.idle_ideal:>6.1%} {f.idle_ranks:>10.1%} "
-            f"{f.imbalance:>7.2%} {f.memory_mb:>7.0f}",
+            f"{f.imbalance:>7.2%} {first.memory_mb:>7.0f}",
             flush=True,
         )
         takes = 1e6 / f.cpu_us

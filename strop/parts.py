@@ -17,6 +17,7 @@ from strop.data.pairs import Fit
 from strop.data.tasks import Task, load_tasks
 from strop.engines.base import Engine
 from strop.engines.build import build_engine
+from strop.environment import keep_memory
 from strop.envs.base import Env
 from strop.envs.build import make_env
 from strop.errors import ConfigError
@@ -123,6 +124,7 @@ def build_parts(recipe: Recipe, base: Path) -> Parts:
 
 
 def _build(recipe: Recipe, base: Path, ends: ExitStack) -> Parts:
+    keep_memory()
     torch.set_num_threads(recipe.threads or torch.get_num_threads())
     disable_progress_bar()  # of transformers: it would draw over ours
     tasks = load_tasks(recipe.tasks, base)

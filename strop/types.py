@@ -140,9 +140,7 @@ class Segment:
 
     def observe(self, tokens: Int32s) -> None:
         """Append tokens that the policy did not choose: prompts, tool results, template headers."""
-        rows = np.empty((len(tokens), 3), np.int32)
-        rows[:, 0], rows[:, 1], rows[:, 2] = tokens, 0, -1
-        self.rows = np.concatenate([self.rows, rows])
+        self._append(tokens, 0, -1)
 
     def act(self, completion: Completion) -> None:
         """Append what the policy sampled; it was given all that stands here. Routes that are known stay as they are.
@@ -154,14 +152,21 @@ class Segment:
             raise ValueError(f"columns of unequal length: {[len(tokens), len(logprobs), len(versions)]}")
         if len(versions) and versions.min() < 0:
             raise ValueError(f"policy version {versions.min()}: versions count from 0, below it means not sampled")
-        rows = np.empty((len(tokens), 3), np.int32)
-        rows[:, 0], rows[:, 1], rows[:, 2] = tokens, logprobs.astype(np.float32).view(np.int32), versions
         routes = completion.routes
-        if routes is not None and len(routes) != len(self.rows) + len(rows):
-            raise ValueError(f"routes of {len(routes)} tokens for {len(self.rows)} given ones and {len(rows)} sampled")
-        self.rows = np.concatenate([self.rows, rows])
+        if routes is not None and len(routes) != len(self.rows) + len(tokens):
+            raise ValueError(
+                f"routes of {len(routes)} tokens for {len(self.rows)} given ones and {len(tokens)} sampled"
+            )
+        self._append(tokens, logprobs.astype(np.float32, copy=False).view(np.int32), versions)
         if routes is not None:
             self.routes = routes if self.routes is None else self.routes.resumed(routes)
+
+    def _append(self, tokens: Int32s, logprobs: Int32s | int, versions: Int32s | int) -> None:
+        held = len(self.rows)
+        rows = np.empty((held + len(tokens), 3), np.int32)
+        rows[:held] = self.rows
+        rows[held:, 0], rows[held:, 1], rows[held:, 2] = tokens, logprobs, versions
+        self.rows = rows
 
     def __len__(self) -> int:
         return len(self.rows)

@@ -2,7 +2,7 @@
 
     groups + advantages -> texts -> an arrangement of them (data/bundles) -> columns [T] -> Batch[PolicyInputs]
 
-Everything is index arithmetic on columns that are gathered once: Python touches attempts and batches, never tokens.
+Everything is arithmetic on whole columns: Python touches attempts, sequences and batches, never tokens.
 """
 
 from __future__ import annotations
@@ -123,9 +123,9 @@ def pack_policy(
         for b, span in enumerate(columns.spans)
     ]
     if routes_T is not None:
-        own_T, layers = columns.own_T(), routes_T.layers
+        experts_TLK = columns.own(routes_T.experts_TLK)
         batches = [
-            replace(batch, routes=Routes(layers, routes_T.experts_TLK[own_T[span]]))
+            replace(batch, routes=Routes(routes_T.layers, experts_TLK[span]))
             for batch, span in zip(batches, columns.spans, strict=True)
         ]
     return Packed(batches=batches, dropped=dropped, find_trained=partial(columns.trained, texts, counts_N))
@@ -294,34 +294,44 @@ class Columns:
 
     def __init__(self, texts: Texts, plan: Arrangement, weight_N: NDArray[np.float64]) -> None:
         end_S = np.cumsum(plan.length_S)
-        self._length_S = plan.length_S
+        self._start_S, self._length_S = plan.start_S, plan.length_S
         self._lengths, self._parents = plan.length_S.tolist(), plan.parent_S.tolist()
         self._bounds = plan.bound_B.tolist()
         edges = np.append(0, end_S)[plan.bound_B].tolist()
         self.spans = [slice(lo, hi) for lo, hi in pairwise(edges)]
-        at_T = np.repeat(plan.start_S - (end_S - plan.length_S), plan.length_S)
-        at_T += np.arange(len(at_T))
-        self.tokens_T = texts.tokens_T[at_T].astype(np.int64)
+        stop_S = plan.start_S + plan.length_S
+        self._stretches = list(zip(plan.start_S.tolist(), stop_S.tolist(), strict=True))
+        self._last = np.flatnonzero(stop_S == len(texts.tokens_T)).tolist()
         # A prefix's branches follow it and it goes on in them; every other sequence is the end of its text.
         goes_on_S = np.append((plan.parent_S[:-1] < 0) & (plan.parent_S[1:] >= 0), False)
         self._ends = (end_S - 1)[~goes_on_S]
-        at_T += 1
-        at_T[self._ends] -= 1  # nothing comes next, and the columns may end here
-        self._next_T = at_T
-        self.targets_T = self.next(texts.tokens_T, -1).astype(np.int64)
+        self.tokens_T = self.own(texts.tokens_T).astype(np.int64)
+        self.targets_T = np.empty_like(self.tokens_T)
+        self.targets_T[:-1] = self.tokens_T[1:]  # as `next`: the first of a prefix's branches stands right behind it
+        self.targets_T[self._ends] = -1
         self.mask_T = self.next(texts.sampled_T, False)
         self.weights_T = self.spread(weight_N[plan.unit_S])
 
-    def own_T(self) -> Int64s:
-        """Where each row's own token stands in the columns of the texts."""
-        own_T = self._next_T - 1
-        own_T[self._ends] += 1
-        return own_T
+    def own(self, column_T: NDArray[ColumnT]) -> NDArray[ColumnT]:
+        """What a column [T, ...] of the texts says of each row's own token."""
+        return np.concatenate([column_T[lo:hi] for lo, hi in self._stretches])
 
     def next(self, column_T: NDArray[ColumnT], fill: float) -> NDArray[ColumnT]:
         """What a column of the texts says of each row's target; `fill` where there is none."""
-        next_T = column_T[self._next_T]
+        parts = [column_T[lo + 1 : hi + 1] for lo, hi in self._stretches]
+        for s in self._last:  # nothing stands behind it
+            parts[s] = np.append(parts[s], column_T.dtype.type(fill))
+        next_T = np.concatenate(parts)
         next_T[self._ends] = fill
+        return next_T
+
+    @property
+    def _next_T(self) -> Int64s:
+        """Where each row's target stands in the columns of the texts; at their ends, where the row's own token does."""
+        end_S = np.cumsum(self._length_S)
+        next_T = np.repeat(self._start_S - (end_S - self._length_S) + 1, self._length_S)
+        next_T += np.arange(len(next_T))
+        next_T[self._ends] -= 1
         return next_T
 
     def spread(self, value_S: NDArray[np.float64]) -> Float32s:
@@ -340,14 +350,15 @@ class Columns:
         before_T = np.cumsum(is_target_T) - is_target_T
         shift_S = begin_S - before_T[texts.start_S]
 
+        next_T = self._next_T
         rows = np.flatnonzero(self.mask_T)
-        column_M = self._next_T[rows]
+        column_M = next_T[rows]
         index_M = before_T[column_M] + shift_S[np.searchsorted(texts.start_S, column_M, side="right") - 1]
         row_M = np.empty_like(rows)
         row_M[index_M] = rows
 
         at_end = np.zeros(len(texts.tokens_T), np.int64)
-        at_end[self._next_T[self._ends]] = self._ends  # there the "next" column is the row's own
+        at_end[next_T[self._ends]] = self._ends  # there the "next" column is the row's own
         end_N = np.full(len(counts_N), -1)
         end_N[texts.unit_S[order_S]] = at_end[(texts.start_S + texts.length_S - 1)[order_S]]
         return TrainedTokens(

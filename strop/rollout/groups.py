@@ -20,6 +20,7 @@ from strop.envs.base import Env
 from strop.errors import RolloutError
 from strop.rollout.base import Sampler, play
 from strop.rollout.router import NoSampler
+from strop.rollout.seeds import attempt_seeds
 from strop.tokens.base import Renderer
 from strop.types import Ending, Group, Metric, Metrics, Reduction, SamplingParams, Trajectory
 
@@ -93,14 +94,11 @@ class Player:
         episode's failure: it ends all of them.
         """
         failures = failures or Failures(step, allowed=0)
+        seeds_PG = attempt_seeds(self._seed, step, range(first, first + len(tasks)), group_size).tolist()
         playing = [
-            asyncio.ensure_future(
-                self._attempt(
-                    task, replace(params, seed=attempt_seed(self._seed, step, first + index, attempt)), failures
-                )
-            )
-            for index, task in enumerate(tasks)
-            for attempt in range(group_size)
+            asyncio.ensure_future(self._attempt(task, replace(params, seed=seed), failures))
+            for task, seeds_G in zip(tasks, seeds_PG, strict=True)
+            for seed in seeds_G
         ]
         ended: set[asyncio.Task[Trajectory]] = set()
         late: set[asyncio.Task[Trajectory]] = set()
@@ -142,11 +140,6 @@ class Player:
 def failed() -> Trajectory:
     """What stands for an episode that failed."""
     return Trajectory(reward=float("nan"), ending=Ending.FAILED)
-
-
-def attempt_seed(seed: int, step: int, task: int, attempt: int) -> int:
-    """The 64-bit seed of one attempt: a hash of where it stands in the run."""
-    return int(np.random.SeedSequence(seed, spawn_key=(step, task, attempt)).generate_state(1, np.uint64)[0])
 
 
 def sampling_params(draw: DrawConfig, renderer: Renderer) -> SamplingParams:

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
+from strop.environment import keep_memory
 from strop.errors import ConfigError, RolloutError, StropError
 from strop.rollout.base import Sampler
 from strop.rollout.mail import Asked, Desk, Ended, Mail
@@ -37,6 +38,7 @@ class Host:
         import torch
 
         torch.set_num_threads(1)
+        keep_memory()
         self.sampler = make()
         self._desk = Desk(self.sampler)
         self._inbox = Inbox(keeps=keeps)

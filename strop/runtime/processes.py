@@ -27,6 +27,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import FileStore  # pyright: ignore[reportPrivateImportUsage]
 
+from strop.environment import keep_memory
 from strop.errors import StropError
 from strop.runtime.ranks import WHOLE, Answer, MakeEngine, RankError, RankServer, agreed
 
@@ -147,6 +148,7 @@ class _Place:
 def _child(pipe: Connection[Any, Any], make: MakeEngine, place: _Place) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides, and stops its children
     torch.set_num_threads(place.threads)
+    keep_memory()
     # Weights that two kinds of ranks cut are gathered in two exchanges, rarely: torch need not say so each time.
     logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
     store = FileStore(str(place.store), place.size)

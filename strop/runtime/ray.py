@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
 from strop.config.parallel import RuntimeConfig
+from strop.environment import keep_memory
 from strop.errors import ConfigError, StropError
 from strop.runtime.ranks import WHOLE, Answer, MakeEngine, RankError, RankServer, agreed
 
@@ -63,6 +64,7 @@ class Rank:
     def start(self, place: tuple[str, int], make: MakeEngine, timeout_s: float) -> Answer:
         """Meet the other ranks, and make this rank's share of the engine."""
         torch.set_num_threads(1)
+        keep_memory()
         logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
         limit = timedelta(seconds=timeout_s)
         store = self._store or TCPStore(place[0], place[1], None, False, limit, wait_for_workers=False)

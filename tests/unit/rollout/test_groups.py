@@ -16,8 +16,9 @@ from strop.config.recipe import DrawConfig
 from strop.data.tasks import Task
 from strop.envs.base import EnvStep
 from strop.errors import RolloutError
-from strop.rollout.groups import Failures, Player, attempt_seed, describe, sampling_params
+from strop.rollout.groups import Failures, Player, describe, sampling_params
 from strop.rollout.router import NoSampler
+from strop.rollout.seeds import attempt_seeds
 from strop.types import (
     Completion,
     Ending,
@@ -125,7 +126,7 @@ def test_an_episode_that_never_ends_is_named_and_counted():
 
     class Stuck(Recorder):
         async def sample(self, prompt: Prompt, params: SamplingParams) -> Completion:
-            if params.seed == attempt_seed(3, 0, 1, 2):
+            if params.seed == attempt_seeds(3, 0, range(1, 2), 3)[0, 2]:
                 await asyncio.Event().wait()
             return await super().sample(prompt, params)
 
@@ -170,7 +171,7 @@ def test_all_episodes_of_a_step_run_at_once_and_come_back_in_order():
     assert [group.task_id for group in groups] == ["a", "b", "a"]
     for index, group in enumerate(groups):
         got = [int(t.segments[-1].tokens[-1]) for t in group]
-        assert got == [attempt_seed(3, 7, index, attempt) % 1000 for attempt in range(4)]
+        assert got == [seed % 1000 for seed in attempt_seeds(3, 7, range(index, index + 1), 4)[0].tolist()]
 
 
 def test_every_attempt_has_a_seed_of_its_own_that_a_resumed_run_finds_again():
