@@ -84,6 +84,7 @@ class Sender:
     def close(self) -> None:
         """Hang up. Receivers that wait learn of it at once."""
         self._wire.close()
+        self._shared.clear()
 
     def _put(self, number: int, bucket: list[tuple[str, Tensor]]) -> None:
         size = sum(_room(tensor.nbytes) for _, tensor in bucket)
@@ -217,6 +218,7 @@ class Receiver:
     def close(self) -> None:
         """Hang up. The others learn of it at once."""
         self._wire.close()
+        self._shared.clear()
 
 
 class _Buffers:

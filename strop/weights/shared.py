@@ -54,19 +54,20 @@ def borrow(lent: Lent) -> Tensor | None:
     path = Path(lent.path)
     if path.parent != _FOLDER or not path.name.startswith(_PREFIX):
         return None
+    fd = -1
     try:
         fd = os.open(path, os.O_RDWR | os.O_NOFOLLOW)
-    except OSError:
-        return None
-    try:
         if (
             os.fstat(fd).st_size != lent.size + _TOKEN_BYTES
             or os.pread(fd, _TOKEN_BYTES, lent.size).hex() != lent.token
         ):
             return None
         return _mapped(fd, lent.size)
+    except OSError:
+        return None
     finally:
-        os.close(fd)
+        if fd >= 0:
+            os.close(fd)
 
 
 def forget(lent: Lent) -> None:

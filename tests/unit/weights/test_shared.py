@@ -82,6 +82,17 @@ def test_memory_of_another_machine_is_not_found(folder: Path, tmp_path_factory: 
         assert borrow(wrong) is None, wrong
 
 
+def test_memory_that_cannot_be_mapped_is_as_good_as_none(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    one, _ = lent()
+
+    def full(fd: int, size: int) -> None:
+        raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
+
+    monkeypatch.setattr(shared.mmap, "mmap", full)
+    assert borrow(one) is None and lend(SIZE) is None
+    assert [str(path) for path in folder.iterdir()] == [one.path]
+
+
 @pytest.mark.parametrize("why", ["no folder", "little room", "no room after all"])
 def test_where_there_is_none_nothing_is_lent_and_nothing_stays(
     why: str, folder: Path, monkeypatch: pytest.MonkeyPatch
