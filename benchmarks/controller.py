@@ -27,6 +27,7 @@ import torch
 from strop.algos import advantages
 from strop.algos.losses import PolicyInputs
 from strop.data.packing import Batch, pack_policy
+from strop.environment import keep_memory
 from strop.types import Completion, Group, Segment, Stop, Trajectory
 
 ResultT = TypeVar("ResultT")
@@ -158,6 +159,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5, help="steps of each size and layout; the largest takes two")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
+    keep_memory()  # as a run does
     print("CPU milliseconds, one thread; medians")
     print(
         f"{'samples':>8} {'prompts':>8} {'advantages':>10} {'pack':>8} {'hand-over':>9} {'total':>8} {'one copy':>8} "
