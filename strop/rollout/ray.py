@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 from strop.environment import keep_memory
 from strop.errors import ConfigError, RolloutError, StropError
@@ -81,7 +82,7 @@ class RaySampler:
     """A `Sampler` in an actor. What goes wrong with a request is raised as it was; an actor that is gone, or takes no
     weights within `timeout_s`, is SamplerLost.
 
-    RolloutError when the actor does not start, or not in that time.
+    It begins to start when it is made, so that many start side by side; it serves when `started` returns.
     """
 
     HOST: type[Host] = Host
@@ -99,16 +100,25 @@ class RaySampler:
         self.actor: Any = options.remote(make, deltas)
         self._mail = Mail(self)
         self._timeout_s = timeout_s
+        self._cpus = cpus
+        self._begun = time.monotonic()
+        self._version, self.serves_adapter = -1, False
+
+    def started(self) -> Self:
+        """Wait until it serves, `timeout_s` after it was made at most. RolloutError when it does not."""
+        left = None if self._timeout_s is None else max(0.0, self._begun + self._timeout_s - time.monotonic())
         try:
-            self._version, self.serves_adapter = ray.get(self.actor.facts.remote(), timeout=timeout_s)
+            self._version, self.serves_adapter = ray.get(self.actor.facts.remote(), timeout=left)
         except GetTimeoutError as error:
             self.close()
             raise RolloutError(
-                f"a sampler's actor did not start within {timeout_s:g} s; the Ray cluster has {ray.cluster_resources()}"
-                f", of which the actor needs {cpus:g} CPU: lower sampler.actors or engine.runtime.cpus_per_rank"
+                f"a sampler's actor did not start within {self._timeout_s:g} s; the Ray cluster has "
+                f"{ray.cluster_resources()}, of which the actor needs {self._cpus:g} CPU: lower sampler.actors or "
+                "engine.runtime.cpus_per_rank"
             ) from error
         except RayActorError as error:
             raise RolloutError(f"a sampler's actor did not start: {error}") from error
+        return self
 
     @property
     def version(self) -> int:

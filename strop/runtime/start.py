@@ -116,7 +116,7 @@ def start_samplers(recipe: Recipe, ends: ExitStack) -> Sampler:
         for _ in range(recipe.sampler.actors):
             samplers.append(kind(make, cpus=cpus, deltas=deltas, timeout_s=timeout_s))
             ends.callback(samplers[-1].close)
-        return samplers
+        return [sampler.started() for sampler in samplers]
 
     match recipe.sampler.publish:
         case "broadcast":

@@ -6,6 +6,7 @@ import asyncio
 import json
 import os
 import signal
+import time
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -21,6 +22,7 @@ from strop.config.loader import load_recipe
 from strop.config.parallel import ParallelConfig, RuntimeConfig
 from strop.config.recipe import EngineConfig, SamplerConfig
 from strop.engines.build import build_engine
+from strop.errors import RolloutError
 from strop.rollout.base import Sampler
 from strop.rollout.build import build_sampler
 from strop.rollout.ray import RaySampler
@@ -95,8 +97,37 @@ def tiny_sampler() -> Sampler:
     return build_sampler(SamplerConfig(max_running=8, cache_tokens=4096), tiny_model("qwen3"), str)
 
 
+def meeting_sampler(folder: Path, own: str, other: str) -> Sampler:
+    """One that starts when another does."""
+    (folder / own).touch()
+    deadline = time.monotonic() + 60
+    while not (folder / other).exists():
+        assert time.monotonic() < deadline, f"{other} did not begin while {own} did"
+        time.sleep(0.05)
+    return tiny_sampler()
+
+
+def test_samplers_start_side_by_side(tmp_path: Path) -> None:
+    samplers = [RaySampler(partial(meeting_sampler, tmp_path, *names), cpus=0.25) for names in ("ab", "ba")]
+    assert [sampler.started().version for sampler in samplers] == [0, 0]
+    for sampler in samplers:
+        sampler.close()
+
+
+def test_a_sampler_that_finds_no_place_is_an_error_that_says_what_there_is() -> None:
+    sampler = RaySampler(tiny_sampler, cpus=1000, timeout_s=2)
+    with pytest.raises(RolloutError, match=r"did not start within 2 s; .*needs 1000 CPU: lower sampler.actors"):
+        sampler.started()
+
+
+def test_a_sampler_that_cannot_be_made_is_an_error_with_its_reason(tmp_path: Path) -> None:
+    sampler = RaySampler(partial(meeting_sampler, tmp_path / "none", "a", "b"), cpus=0.25)
+    with pytest.raises(RolloutError, match=r"(?s)did not start: .*No such file or directory"):
+        sampler.started()
+
+
 def test_a_sampler_in_an_actor_draws_what_one_here_draws() -> None:
-    here, there = tiny_sampler(), RaySampler(tiny_sampler, cpus=0.25)
+    here, there = tiny_sampler(), RaySampler(tiny_sampler, cpus=0.25).started()
     prompt, params = Prompt(np.array([3, 4, 5], np.int32)), SamplingParams(max_tokens=8, seed=5)
     weights = [(name, t + 0.01) for name, t in tiny_model("qwen3").state()]
 
@@ -114,12 +145,10 @@ def test_a_sampler_in_an_actor_draws_what_one_here_draws() -> None:
 
 def test_an_actor_that_has_the_version_before_is_sent_what_changed() -> None:
     """And one that missed it is sent everything; both then draw what a sampler with those weights draws."""
-    here, behind, there = tiny_sampler(), *(RaySampler(tiny_sampler, cpus=0.25, deltas=True) for _ in range(2))
-    prompt, params, outbox = (
-        Prompt(np.array([3, 4, 5], np.int32)),
-        SamplingParams(max_tokens=8, seed=5),
-        Outbox(deltas=True),
-    )
+    here = tiny_sampler()
+    behind, there = (RaySampler(tiny_sampler, cpus=0.25, deltas=True).started() for _ in range(2))
+    prompt, params = Prompt(np.array([3, 4, 5], np.int32)), SamplingParams(max_tokens=8, seed=5)
+    outbox = Outbox(deltas=True)
     weights = {name: t.clone() for name, t in tiny_model("qwen3").state()}
 
     async def work() -> None:
@@ -147,7 +176,7 @@ def test_an_actor_that_has_the_version_before_is_sent_what_changed() -> None:
 
 def test_requests_of_a_killed_sampler_are_drawn_elsewhere() -> None:
     """No request is lost or drawn twice: as many completions as requests, each of its own seed."""
-    samplers = [RaySampler(tiny_sampler, cpus=0.25) for _ in range(2)]
+    samplers = [RaySampler(tiny_sampler, cpus=0.25).started() for _ in range(2)]
     router = Router(samplers)
     alone = tiny_sampler()
     prompt = Prompt(np.array([3, 4, 5], np.int32))

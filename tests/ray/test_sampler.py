@@ -23,7 +23,7 @@ AT_ONCE = 4
 
 
 def start(family: str, seed: int, limits: Limits) -> RaySampler:
-    return RaySampler(partial(builtin_torch, family, seed, limits), cpus=0.25, timeout_s=300)
+    return RaySampler(partial(builtin_torch, family, seed, limits), cpus=0.25, timeout_s=300).started()
 
 
 @pytest.fixture(scope="module")
