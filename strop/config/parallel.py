@@ -24,7 +24,8 @@ class RuntimeConfig(Section):
     gpus_per_rank: AtLeastZero = 0.0
     """GPUs that Ray reserves for a rank."""
     timeout_s: AboveZero = 1800.0
-    """Stop when a rank has not answered a call for so long."""
+    """Stop when a rank has not answered a call for so long. A sampler's actor that is silent for so long is killed, and
+    its requests are drawn elsewhere."""
 
 
 class ParallelConfig(Section):

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import traceback
 from collections.abc import Coroutine, Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
@@ -17,6 +18,8 @@ from typing import Protocol
 from strop.errors import RolloutError, StropError
 from strop.rollout.base import Sampler
 from strop.types import Completion, Prompt, SamplingParams
+
+BEAT_S = 5.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,17 +64,19 @@ class Desk:
                 self._running.pop(number).cancel()
 
     async def ended(self, had: int) -> list[Ended]:
-        """Wait until more than the first `had` have ended; all of those. They are told again to whoever asks again,
-        since an answer may be lost with the one who asked. Whoever asks later takes over: an earlier call gets
-        nothing."""
+        """Wait until more than the first `had` have ended; all of those, or none after BEAT_S, which says that the desk
+        is there. They are told again to whoever asks again, since an answer may be lost with the one who asked. Whoever
+        asks later takes over: an earlier call gets nothing."""
         self._listener += 1
         me = self._listener
         self._change.set()
         self._ended = self._ended[had - self._had :]
         self._had = had
-        while me == self._listener and not self._ended:
-            self._change.clear()
-            await self._change.wait()
+        with suppress(TimeoutError):
+            async with asyncio.timeout(BEAT_S):
+                while me == self._listener and not self._ended:
+                    self._change.clear()
+                    await self._change.wait()
         return list(self._ended) if me == self._listener else []
 
     def _note(self, number: int, drawing: asyncio.Task[Completion]) -> None:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Self
 from strop.environment import keep_memory
 from strop.errors import ConfigError, RolloutError, StropError
 from strop.rollout.base import Sampler
-from strop.rollout.mail import Asked, Desk, Ended, Mail
+from strop.rollout.mail import BEAT_S, Asked, Desk, Ended, Mail
 from strop.rollout.router import SamplerLost
 from strop.rollout.transfer import Bucket, Inbox, Shipment
 from strop.types import Completion, Float32s, Prompt, SamplingParams
@@ -79,8 +79,8 @@ class Host:
 
 
 class RaySampler:
-    """A `Sampler` in an actor. What goes wrong with a request is raised as it was; an actor that is gone, or takes no
-    weights within `timeout_s`, is SamplerLost.
+    """A `Sampler` in an actor. What goes wrong with a request is raised as it was; an actor that is gone, or is silent
+    for `timeout_s` while it draws or takes weights, is SamplerLost.
 
     It begins to start when it is made, so that many start side by side; it serves when `started` returns.
     """
@@ -135,7 +135,7 @@ class RaySampler:
         await self._ask(self.actor.drop.remote(numbers))
 
     async def ended(self, had: int) -> list[Ended]:
-        return await self._ask(self.actor.ended.remote(had))
+        return await self.in_time(self.actor.ended.remote(had), BEAT_S)
 
     async def score(self, prompt: Prompt) -> Float32s:
         return await self._ask(self.actor.score.remote(prompt))
@@ -171,13 +171,14 @@ class RaySampler:
         """Note that the actor has this version now, however it came."""
         self._version = version
 
-    async def in_time(self, asked: Any) -> Any:
-        """What the actor answers to a call about weights. SamplerLost, and it is killed, when that takes too long."""
+    async def in_time(self, asked: Any, more_s: float = 0.0) -> Any:
+        """What the actor answers within `timeout_s`, and `more_s`. SamplerLost when it does not, and it is killed."""
+        limit = None if self._timeout_s is None else self._timeout_s + more_s
         try:
-            return await asyncio.wait_for(self._ask(asked), self._timeout_s)
+            return await asyncio.wait_for(self._ask(asked), limit)
         except TimeoutError as error:
             self.close()
-            raise SamplerLost(f"its actor took no weights within {self._timeout_s:g} s, and was killed") from error
+            raise SamplerLost(f"its actor was silent for {limit:g} s, and was killed") from error
 
     async def _ask(self, asked: Any) -> Any:
         try:

@@ -197,6 +197,34 @@ def test_requests_of_a_killed_sampler_are_drawn_elsewhere() -> None:
     samplers[1].close()
 
 
+def noted_sampler(path: Path) -> Sampler:
+    """One whose process can be found."""
+    path.write_text(str(os.getpid()))
+    return tiny_sampler()
+
+
+def test_requests_of_a_stopped_sampler_are_drawn_elsewhere(tmp_path: Path) -> None:
+    """It is alive and silent: found by its silence, named, and killed."""
+    path = tmp_path / "pid"
+    makes = (partial(noted_sampler, path), tiny_sampler)
+    samplers = [RaySampler(make, cpus=0.25, timeout_s=10) for make in makes]
+    router = Router([sampler.started() for sampler in samplers])
+    alone = tiny_sampler()
+    prompt = Prompt(np.array([3, 4, 5], np.int32))
+
+    async def work() -> None:
+        asked = [asyncio.ensure_future(router.sample(prompt, SamplingParams(max_tokens=60, seed=s))) for s in range(8)]
+        os.kill(int(path.read_text()), signal.SIGSTOP)
+        drawn = await asyncio.gather(*asked)
+        assert list(router.lost) == [0] and "silent for 15 s, and was killed" in router.lost[0]
+        for s, completion in enumerate(drawn):
+            expected = await alone.sample(prompt, SamplingParams(max_tokens=60, seed=s))
+            assert np.array_equal(completion.tokens, expected.tokens), s
+
+    asyncio.run(work())
+    samplers[1].close()
+
+
 @pytest.mark.parametrize("adapter", [0, 4])
 def test_a_recipe_through_ray_is_the_recipe_in_one_process(tmp_path: Path, adapter: int) -> None:
     """Two ranks and two samplers as actors, which get an adapter merged; the same tokens are drawn and learned from."""

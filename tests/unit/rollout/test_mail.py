@@ -172,3 +172,23 @@ def test_a_listener_that_was_cut_off_takes_nothing_from_the_next() -> None:
         await settled()
 
     asyncio.run(work())
+
+
+def test_a_desk_where_nothing_ends_says_that_it_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And nothing is lost by that: what ends later still arrives, once."""
+    monkeypatch.setattr("strop.rollout.mail.BEAT_S", 0.02)
+
+    async def work() -> None:
+        sampler = Late()
+        desk = Desk(sampler)
+        assert await desk.ended(0) == []
+        way = Near(desk)
+        mail = Mail(way)
+        tasks = asked(mail, 5)
+        while way.messages < 4:
+            await asyncio.sleep(0.01)
+        assert not tasks[0].done()
+        sampler.gates[5].set()
+        assert (await tasks[0]).tokens.tolist() == [5]
+
+    asyncio.run(asyncio.wait_for(work(), 30))
