@@ -114,8 +114,9 @@ def new_engine(
 def build_parts(recipe: Recipe, base: Path) -> Parts:
     """Load and build everything that a recipe names; files of the user's own code are taken from `base`.
 
-    For a reward model it is a value model that is trained, and the sampler is there for nobody. Raises ConfigError for
-    loops that ask for what the recipe does not give.
+    For a reward model it is a value model that is trained, and the sampler is there for nobody. Sets torch's threads in
+    this process, and lets it keep the memory that it frees. Raises ConfigError for loops that ask for what the recipe
+    does not give.
     """
     if problems := recipe.conflicts():
         raise ConfigError(*problems)

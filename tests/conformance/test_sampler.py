@@ -319,6 +319,7 @@ def test_running_requests_go_on_with_new_weights(sampler: Sampler):
     B23: a request that is interrupted by the update goes on with what is left of its budget.
     """
     prompts = [tokens(n, n) for n in (5, 33, 20, 20)]
+    new = other_weights()  # made before anything runs: the requests are short
 
     async def update_midway() -> list[Completion]:
         running = [
@@ -326,7 +327,7 @@ def test_running_requests_go_on_with_new_weights(sampler: Sampler):
             for n, p in enumerate(prompts)
         ]
         await sampler.sample(Prompt(tokens(4)), SamplingParams(max_tokens=12))
-        await sampler.load_weights(iter(other_weights()), 1)
+        await sampler.load_weights(iter(new), 1)
         return list(await asyncio.gather(*running))
 
     for prompt, completion in zip(prompts, asyncio.run(update_midway()), strict=True):
