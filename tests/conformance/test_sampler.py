@@ -318,21 +318,28 @@ def test_running_requests_go_on_with_new_weights(sampler: Sampler):
 
     B23: a request that is interrupted by the update goes on with what is left of its budget.
     """
-    prompts = [tokens(n, n) for n in (5, 33, 20, 20)]
-    new = other_weights()  # made before anything runs: the requests are short
+    prompts = [tokens(n, n) for n in (5, 33, 20, 20)] * 4  # more than run at once: some wait, however fast it draws
+    new = other_weights()
 
     async def update_midway() -> list[Completion]:
         running = [
             asyncio.ensure_future(sampler.sample(Prompt(p), SamplingParams(max_tokens=50, seed=n)))
-            for n, p in enumerate(prompts)
+            for n, p in enumerate(prompts[:4])
         ]
-        await sampler.sample(Prompt(tokens(4)), SamplingParams(max_tokens=12))
+        short = asyncio.ensure_future(sampler.sample(Prompt(tokens(4)), SamplingParams(max_tokens=12)))
+        running += [
+            asyncio.ensure_future(sampler.sample(Prompt(p), SamplingParams(max_tokens=50, seed=n)))
+            for n, p in enumerate(prompts[4:], 4)
+        ]
+        await short
         await sampler.load_weights(iter(new), 1)
         return list(await asyncio.gather(*running))
 
-    for prompt, completion in zip(prompts, asyncio.run(update_midway()), strict=True):
+    drawn = asyncio.run(update_midway())
+    assert {0, 1} in [set(completion.versions.tolist()) for completion in drawn]
+    assert drawn[0].versions[0] == 0 and drawn[-1].versions[-1] == 1
+    for prompt, completion in zip(prompts, drawn, strict=True):
         assert len(completion.tokens) == 50
-        assert set(completion.versions.tolist()) == {0, 1}
         assert (np.diff(completion.versions) >= 0).all()
         by_version = np.stack([expected_logprobs(prompt, completion, seed=version) for version in (0, 1)])
         expected = by_version[completion.versions, np.arange(50)]

@@ -127,21 +127,25 @@ def test_routes_are_the_trainers(factory: Factory) -> None:
 def test_routes_of_tokens_that_older_weights_drew_stay(factory: Factory) -> None:
     sampler, prompt, new = factory("qwen3_moe", 0, Limits()), tokens(33, 1), tiny_model("qwen3_moe", seed=1)
 
-    async def update() -> Completion:
-        params = SamplingParams(max_tokens=90, routes=True)
-        running = asyncio.ensure_future(sampler.sample(Prompt(prompt), params))
-        await sampler.sample(Prompt(tokens(4)), SamplingParams(max_tokens=8))
+    async def update() -> list[Completion]:
+        """Some wait for room, so that some are on their way when the weights come, however fast they are drawn."""
+        short = asyncio.ensure_future(sampler.sample(Prompt(tokens(4)), SamplingParams(max_tokens=8)))
+        asked = [SamplingParams(max_tokens=90, seed=n, routes=True) for n in range(10)]
+        running = [asyncio.ensure_future(sampler.sample(Prompt(prompt), params)) for params in asked]
+        await short
         await sampler.load_weights(new.state(), 1)
-        return await running
+        return list(await asyncio.gather(*running))
 
-    completion = asyncio.run(update())
-    drawn = int((completion.versions == 0).sum())
-    assert 3 < drawn < 87 and completion.routes is not None
-    kept, found = len(prompt) + drawn - 1, np.sort(completion.routes.experts_TLK, -1)
-    first, then = (expected_routes(prompt, completion, seed) for seed in (0, 1))
-    assert not np.array_equal(first, then)
-    assert np.array_equal(found[:kept], first[:kept])
-    assert np.array_equal(found[kept:-1], then[kept:-1])
+    both = [one for one in asyncio.run(update()) if 3 < np.count_nonzero(one.versions == 0) < 87]
+    assert both
+    for completion in both:
+        assert completion.routes is not None
+        kept = len(prompt) + np.count_nonzero(completion.versions == 0) - 1
+        found = np.sort(completion.routes.experts_TLK, -1)
+        first, then = (expected_routes(prompt, completion, seed) for seed in (0, 1))
+        assert not np.array_equal(first, then)
+        assert np.array_equal(found[:kept], first[:kept])
+        assert np.array_equal(found[kept:-1], then[kept:-1])
 
 
 def test_cancelled_requests_leave_no_record(factory: Factory) -> None:
@@ -176,11 +180,17 @@ def test_a_killed_host_is_lost_and_leaves_no_process_behind(servers: Servers[Vll
     group = child.process.pid
 
     async def kill_midway() -> None:
-        waiting = asyncio.ensure_future(sampler.sample(Prompt(tokens(5)), SamplingParams(max_tokens=100)))
-        await sampler.sample(Prompt(tokens(4)), SamplingParams(max_tokens=5))
+        """Some wait for room, so that some are on their way, however fast they are drawn."""
+        short = asyncio.ensure_future(sampler.sample(Prompt(tokens(4)), SamplingParams(max_tokens=5)))
+        asked = [SamplingParams(max_tokens=100, seed=n) for n in range(12)]
+        waiting = [asyncio.ensure_future(sampler.sample(Prompt(tokens(5)), params)) for params in asked]
+        await short
         os.kill(group, signal.SIGKILL)
-        with pytest.raises(SamplerLost, match="gone"):
-            await waiting
+        ended = await asyncio.gather(*waiting, return_exceptions=True)
+        lost = [one for one in ended if isinstance(one, SamplerLost)]
+        assert lost and all("gone" in str(error) for error in lost)
+        assert all(len(one.tokens) == 100 for one in ended if isinstance(one, Completion))
+        assert len(lost) + sum(isinstance(one, Completion) for one in ended) == len(ended)
 
     asyncio.run(kill_midway())
     servers.forget(sampler)
