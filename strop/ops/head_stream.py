@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from strop.ops.head import Ask, Entropy, Shard
+from strop.ops.head import COLUMNS, Ask, Entropy, Shard
 from strop.ops.head_tiles import EVERY, Logits, Slope, Statistics, Summary, column_tiles, product, row_tiles
 
 
@@ -122,11 +122,12 @@ class _Sums:
             self.by_bias_V[columns] += grad_z.sum(0)
 
     def write(self, columns: slice, by_w: list[Tensor | None]) -> None:
-        """Round what was summed beside a narrow gradient, once."""
+        """Round what was summed beside a narrow gradient, once; a few columns at a time, since torch widens both."""
         for i, wide in enumerate(by_w):
             narrow = self.by_w[i]
             if narrow is not None and wide is not None and narrow.dtype != wide.dtype:
-                narrow[columns].add_(wide)
+                for some, sums in zip(narrow[columns].split(COLUMNS), wide.split(COLUMNS), strict=True):
+                    some.add_(sums)
 
     def results(self) -> tuple[Tensor | None, ...]:
         """In the order of `Inputs`."""

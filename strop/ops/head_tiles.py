@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from strop.ops.head import COLUMNS, Ask, Entropy, Shard
+from strop.ops.native.halves import half_product, has_tiles
 
 HALVES = (torch.bfloat16, torch.float16)
 EVERY = slice(None)
@@ -72,14 +73,24 @@ class Logits:
         return 1.0 if self.temperature is None else self.temperature
 
     def weights(self, columns: slice) -> list[Tensor]:
-        """The weights of some columns, as a tile's products take them. Half precision is multiplied by the GPU as it
-        is, and by a CPU, which has no arithmetic for it, in float32."""
+        """The weights of some columns, as a tile's products take them: half precision as it is where there is
+        arithmetic for it, and in float32 on a processor that has none."""
         cut = [w[columns] for _, w in self.pairs]
-        return [w.to(self.dtype) if w.device.type == "cpu" else w for w in cut]
+        return [w if w.device.type != "cpu" or _on_tiles(w) else w.to(self.dtype) for w in cut]
+
+
+def _on_tiles(half: Tensor) -> bool:
+    """Whether a processor multiplies such numbers as they are."""
+    return half.device.type == "cpu" and half.dtype is torch.bfloat16 and has_tiles()
 
 
 def product(a: Tensor, b: Tensor, *, onto: Tensor | None = None, out: Tensor | None = None) -> Tensor:
     """a @ b with sums in float32 (float64 for float64): added to `onto`, written to `out`, or new."""
+    if _on_tiles(b) and a.dtype in (torch.bfloat16, torch.float32):
+        into = onto if onto is not None else out
+        into = a.new_empty((len(a), b.shape[1]), dtype=torch.float32) if into is None else into
+        half_product(a, b, into, add=onto is not None)
+        return into
     half = a.dtype if a.dtype in HALVES else b.dtype if b.dtype in HALVES else None
     if half is not None and a.device.type != "cpu":
         part = torch.mm(a.to(half), b.to(half), out_dtype=torch.float32)

@@ -174,4 +174,6 @@ SIGNATURES: tuple[tuple[str, type | None, tuple[type, ...]], ...] = (
     ("paged_attention", _N, (_P, _N) + (_P,) * 3 + (_N, _N, _P, _P, _N, _N, _F, _P) + (_N,) * 4 + (_I,)),
     ("paged_write", _N, (_P, _N, _P, _N, _P, _N, _N, _P, _P, _N, _N, _N)),
     ("checksum", None, (_P, _P, _N, _N, _P, _P)),
+    ("has_tiles", _I, ()),
+    ("half_product", _I, (_P, _N, _N, _I, _P, _N, _N, _P, _N, _I, _N, _N, _N, _I, _I)),
 )

@@ -4,6 +4,7 @@
 #include "attention.h"
 #include "checksum.h"
 #include "elementwise.h"
+#include "halves.h"
 #include "paged.h"
 
 namespace strop {
@@ -178,4 +179,16 @@ STROP_API void strop_checksum(const char* from, char* to, int64_t rows, int64_t 
     checksum_rows<true>(from, to, rows, width, by_row, by_column);
   else
     checksum_rows<false>(from, to, rows, width, by_row, by_column);
+}
+
+STROP_API int32_t strop_has_tiles() { return has_tiles(); }
+
+// c [M, N] (+)= a [M, K] @ b [K, N] in bfloat16, a in float32 where it is `wide`; strides of both axes, one of them 1.
+// Returns 0, with nothing done, where `tiles` are asked for and cannot be had.
+STROP_API int32_t strop_half_product(const void* a, int64_t a_row, int64_t a_k, int32_t wide, const void* b, int64_t b_k,
+                                     int64_t b_column, float* c, int64_t c_stride, int32_t add, int64_t M, int64_t N,
+                                     int64_t K, int32_t tiles, int32_t threads) {
+  const Operand left{a, a_row, a_k}, right{b, b_column, b_k};
+  return wide ? half_product<true>(left, right, M, N, K, c, c_stride, add != 0, tiles != 0, threads)
+              : half_product<false>(left, right, M, N, K, c, c_stride, add != 0, tiles != 0, threads);
 }

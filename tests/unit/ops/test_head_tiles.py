@@ -12,8 +12,10 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from strop.ops import head_tiles
 from strop.ops.head import Ask, Entropy
 from strop.ops.head_tiles import EVERY, Logits, Statistics, product
+from strop.ops.native.halves import half_product
 from tests.unit.ops.head_cases import case, run
 
 ASK = Ask(entropy=Entropy.GRADIENT, square_sums=True)
@@ -71,12 +73,47 @@ def test_a_temperature_divides_in_the_format_of_the_logits() -> None:
     assert isinstance(divisor, Tensor) and divisor.dtype == torch.float32 and divisor.shape == (3, 1)
 
 
-@pytest.mark.parametrize(("device", "dtype"), [("cpu", torch.float32), ("meta", torch.bfloat16)])
-def test_a_processor_gets_its_half_precision_weights_widened_once(device: str, dtype: torch.dtype) -> None:
-    hidden, weight = (torch.ones(n, 4, device=device, dtype=torch.bfloat16) for n in (3, 8))
+@pytest.mark.parametrize(
+    ("device", "half", "tiles", "dtype"),
+    [
+        ("cpu", torch.bfloat16, False, torch.float32),
+        ("cpu", torch.bfloat16, True, torch.bfloat16),
+        ("cpu", torch.float16, True, torch.float32),
+        ("meta", torch.bfloat16, False, torch.bfloat16),
+    ],
+)
+def test_a_processor_gets_weights_widened_once_that_it_cannot_multiply(
+    device: str, half: torch.dtype, tiles: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(head_tiles, "has_tiles", lambda: tiles)
+    hidden, weight = (torch.ones(n, 4, device=device, dtype=half) for n in (3, 8))
     made = Logits(pairs=((hidden, weight),), bias_V=None, softcap=None, temperature=None, shard=None)
     (cut,) = made.weights(slice(1, 6))
     assert cut.dtype == dtype and cut.shape == (5, 4)
+
+
+@pytest.mark.parametrize(("wide", "upper"), [(False, 2e-7), (True, 2**-16)])
+def test_tiles_multiply_bfloat16_as_it_is(wide: bool, upper: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Into what is there, onto it, or anew; the first factor may be float32, of which 16 bits count."""
+    seen: list[torch.dtype] = []
+
+    def as_tiles_do(a: Tensor, b: Tensor, c: Tensor, *, add: bool) -> None:
+        seen.append(a.dtype)
+        half_product(a, b, c, add=add, tiles=False)
+
+    monkeypatch.setattr(head_tiles, "has_tiles", lambda: True)
+    monkeypatch.setattr(head_tiles, "half_product", as_tiles_do)
+    g = torch.Generator().manual_seed(0)
+    a, b = torch.randn(5, 3, generator=g), torch.randn(3, 4, generator=g).bfloat16()
+    a = a if wide else a.bfloat16()
+    exact, onto, out = a.double() @ b.double(), torch.ones(5, 4), torch.empty(5, 4)
+    assert product(a, b, onto=onto) is onto and product(a, b, out=out) is out
+    for found in (product(a, b), onto - 1.0, out):
+        assert found.dtype == torch.float32 and (found - exact).abs().max() < upper * exact.abs().max() * 3
+    assert seen == [a.dtype] * 3
+    for x, y in ((a.double(), b), (a, b.float()), (a, b.half())):  # what tiles do not take
+        assert (product(x, y) - x.double() @ y.double()).abs().max() < 1e-6
+    assert len(seen) == 3
 
 
 class Elsewhere(Tensor):

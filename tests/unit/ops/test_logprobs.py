@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -12,8 +13,10 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from strop.ops import head_tiles
 from strop.ops.head_tiles import Logits, Slope, column_tiles, row_tiles
 from strop.ops.logprobs import Entropy, Head, HeadImpl, Scored, learn_targets, score_targets
+from strop.ops.native.halves import half_product
 from tests.unit.ops.head_cases import (
     COLUMNS,
     FORMS,
@@ -369,9 +372,13 @@ def test_no_rows(form: str) -> None:
     assert of.weight.grad is not None and not of.weight.grad.any()
 
 
+@pytest.mark.parametrize("tiles", [False, True])
 @pytest.mark.parametrize("form", STREAMS)
-def test_bfloat16_gradients_are_rounded_once(form: str) -> None:
-    """Sums over 640 rows run in float32: the result is the exact one to bfloat16's own rounding."""
+def test_bfloat16_gradients_are_rounded_once(form: str, tiles: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sums over 640 rows run in float32: the result is the exact one to bfloat16's own rounding. So it is where a
+    processor has tile registers for bfloat16, whose order of sums every processor can follow."""
+    monkeypatch.setattr(head_tiles, "has_tiles", lambda: tiles)
+    monkeypatch.setattr(head_tiles, "half_product", partial(half_product, tiles=False))
     made = case(n=96 if form == "triton" else 640, d=8)
     made = replace(made, bias=torch.linspace(-1.0, 1.0, 13))
     coarse = replace(made, **{name: t.bfloat16() for name, t in made.leaves().items()})
